@@ -1,0 +1,28 @@
+// Completion, device half: the two-way hand-off around every call (paper section III, completion).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "core/device.h"
+
+namespace qe {
+
+// The graph stream waits for the caller's position, the caller waits for the tail of the call: eager and captured alike.
+class Handoff {
+ public:
+  Handoff(Device&, Stream& caller, Stream& graph);
+  void enter();  // before the call: graph waits for caller
+  void leave();  // after the call: caller waits for graph
+  [[nodiscard]] std::uint64_t count() const noexcept { return count_; }  // enter and leave, one each
+
+ private:
+  Device& device_;
+  Stream& caller_;
+  Stream& graph_;
+  std::unique_ptr<Event> caller_ready_;
+  std::unique_ptr<Event> tail_;
+  std::uint64_t count_ = 0;
+};
+
+}  // namespace qe

@@ -1,0 +1,73 @@
+// Schedules as pure functions: a shape in, action lists out. No device, no contract.
+// Makers emit compute actions only; lower() adds the communication; validate() proves a lowered list safe to run.
+// Rules and golden lists: semantics.md section 3.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/schedule.h"
+
+namespace qe {
+
+enum class ScheduleKind : std::uint8_t { k1F1B, kInterleaved1F1B, kZbv };
+const char* name_of(ScheduleKind) noexcept;  // the config's spelling: "1f1b", "interleaved_1f1b", "zbv"
+
+enum class Backward : std::uint8_t { kSplit, kFull };
+
+// Empty when the maker can do the shape; else one sentence that names what is wrong and the nearest allowed M (or V).
+std::string why_not(ScheduleKind, const PipelineShape&);
+
+// Compute actions only. Each throws ScheduleError with why_not's sentence when the shape cannot be done.
+Schedule make_1f1b(const PipelineShape&);              // semantics.md 3.2, classic order
+Schedule make_interleaved_1f1b(const PipelineShape&);  // semantics.md 3.2
+Schedule make_zbv(const PipelineShape&);               // semantics.md 3.3
+// Any of them; kFull drops every W and turns I into B at its place (design.md 5).
+Schedule make_schedule(ScheduleKind, const PipelineShape&, Backward);
+
+// Adds SEND/RECV and REDUCE_GRAD so that order cannot deadlock (semantics.md 3.1). Throws ScheduleError when no rank can
+// go on, with the grid.
+Schedule lower(const Schedule& compute);
+
+// Proves: every F, I, W (or F, B) exactly once per stage and microbatch, on the stage's rank; dependencies; F, I and W
+// ascending per stage; messages matched, in one order at both ends of each directed edge; no cycle; one REDUCE_GRAD a stage
+// after its last W. Throws ScheduleError naming rank, position and action, with the rank × step grid and the cell marked.
+void validate(const Schedule& lowered);
+
+// The rank × step grid; the cell (rank, position), if given, is followed by "<-- ERROR HERE".
+std::string format_grid(const Schedule&, int error_rank = -1, int error_position = -1);
+
+// What a lowered schedule needs before anything runs (design.md 4 and 6).
+struct StageResources {
+  int peak_tapes = 0;       // live from F until the last consumer
+  int peak_pending_w = 0;   // I done, W not
+  int forward_ring = 0;     // depth of the receive ring of the stage's input; 0: no message
+  int backward_ring = 0;    // the same of its output gradient
+};
+struct RankResources {
+  int peak_tapes = 0;
+  int peak_pending_w = 0;
+  int messages_out = 0;
+  int messages_in = 0;
+};
+struct Resources {
+  std::vector<StageResources> stages;  // [S]
+  std::vector<RankResources> ranks;    // [P]
+};
+Resources resources(const Schedule& lowered);
+
+// Which actions are W not directly preceded in the list by their own I (the paper's "delayed dW"), per rank.
+std::vector<int> delayed_weight_grads(const Schedule&);
+
+// CUDA graphs of one rank (design.md 4): 3 (full: 2) per slot, 1 refresh a stage, and with peak slots 1 first-write a stage.
+struct GraphCount {
+  int compute = 0;
+  int first_write = 0;
+  int refresh = 0;
+  [[nodiscard]] int total() const noexcept { return compute + first_write + refresh; }
+};
+GraphCount graph_count(const Schedule& lowered, int rank, bool peak_slots);
+
+}  // namespace qe
