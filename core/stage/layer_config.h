@@ -60,7 +60,9 @@ struct StageConfig {
   std::uint64_t seed = 1;
 
   [[nodiscard]] int tokens() const noexcept { return micro_batch_size * seq_length; }  // T
-  [[nodiscard]] DType activation_type() const noexcept { return compute == Compute::kFp32 ? DType::kF32 : DType::kBF16; }
+  [[nodiscard]] DType activation_type() const noexcept {
+    return compute == Compute::kFp32 ? DType::kF32 : DType::kBF16;
+  }
 };
 
 }  // namespace qe

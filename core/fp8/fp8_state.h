@@ -1,0 +1,49 @@
+// Scaling state of one chain (forward or backward) of a stage: amax histories and scales (semantics.md 1.1 and 1.4).
+// scale_inv is not here: it lives with each quantized tensor.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/device.h"
+#include "core/ops.h"
+
+namespace qe {
+
+struct ScalingRecipe {
+  DType format = DType::kE4M3;
+  int history_length = 1024;
+  int margin = 0;
+  AmaxAlgorithm algorithm = AmaxAlgorithm::kMax;
+};
+
+class Fp8State {
+ public:
+  Fp8State() = default;  // no slots: every call does nothing
+  // Scales start at 1, histories at 0.
+  Fp8State(Device&, Stream&, std::vector<std::string> slot_names, const ScalingRecipe&);
+
+  [[nodiscard]] int slots() const noexcept { return static_cast<int>(names_.size()); }
+  [[nodiscard]] const std::string& name(int slot) const { return names_[static_cast<std::size_t>(slot)]; }
+
+  // How an op quantizes into the slot; without amax for evaluation.
+  [[nodiscard]] Quantizer quantizer(int slot, bool gather_amax) const;
+  void update(Ops&, Stream&) const;  // the rule of core/fp8/scale_rule.h, every slot, one launch
+
+  // [count, history_length] FP32; column 0 is the current amax. [1, count] FP32.
+  [[nodiscard]] Tensor history(int first, int count) const;
+  [[nodiscard]] Tensor scale(int first, int count) const;
+
+  // The state as the step found it, so that a skipped step can put it back.
+  void save_step_start(Device&, Stream&) const;
+  void restore_step_start(Device&, Stream&) const;
+
+ private:
+  [[nodiscard]] std::size_t state_bytes() const noexcept;
+  std::vector<std::string> names_;
+  ScalingRecipe recipe_;
+  Buffer state_;  // histories, then scales
+  Buffer step_start_;
+};
+
+}  // namespace qe

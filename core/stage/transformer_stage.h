@@ -1,0 +1,98 @@
+// One pipeline stage as the actions see it: F, I, W, evaluation and refresh, written once against Ops for every
+// backend, precision and placement. It enqueues arithmetic and nothing else: order, ownership and versions are checked
+// by whoever calls it (core/runtime/step_runner.h).
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "core/ids.h"
+#include "core/stage/attention_block.h"
+#include "core/stage/embedding.h"
+#include "core/stage/mlp_block.h"
+#include "core/stage/output_head.h"
+
+namespace qe {
+
+// Device memory that the runtime owns and the stage reads or writes at fixed addresses.
+struct StageBuffers {
+  const std::int32_t* tokens = nullptr;       // [M, T]; first stage
+  LossBuffers loss;                           // last stage
+  std::uint64_t* forward_counter = nullptr;   // +1 by the last node of F
+  std::uint64_t* backward_counter = nullptr;  // +1 by the last node of I
+};
+
+enum class Chain : std::uint8_t { kForward, kBackward };
+
+class TransformerStage {
+ public:
+  TransformerStage(Device&, Ops&, Stream& setup, const StageConfig&, StageIndex, const StageRange&, int slots,
+                   const StageBuffers&, Probe* probe);
+
+  // Units. Each enqueues on the stream and may be captured; slots as the contract issued them.
+  void refresh(Stream&) const;             // every cached weight from the masters
+  void forward(Stream&, SlotIndex) const;  // input(slot) → output(slot), tape filled, forward scales rolled, token + 1
+  void input_grad(Stream&,
+                  SlotIndex) const;  // output_grad() → input_grad(slot), vector gradients, backward scales, token + 1
+  void weight_grad(Stream&, std::span<const SlotIndex>, bool first_write) const;
+  void evaluate(Stream&, SlotIndex) const;   // as F, with no amax, no roll and no token; the loss only
+  void update_scales(Stream&, Chain) const;  // the step's one update under scale_update = step
+
+  // Boundary memory of a slot, [T, h] in the activation type.
+  [[nodiscard]] Tensor input(SlotIndex) const;  // not on the first stage
+  [[nodiscard]] Tensor output(SlotIndex) const;
+  [[nodiscard]] Tensor output_grad() const;          // read by the next I, whatever its slot; not on the last stage
+  [[nodiscard]] Tensor input_grad(SlotIndex) const;  // not on the first stage
+  // Which microbatch the slot holds: read by ops at run time, set before each F.
+  [[nodiscard]] std::int32_t* microbatch_cell(SlotIndex) const;
+
+  [[nodiscard]] StageIndex index() const noexcept { return index_; }
+  [[nodiscard]] const StageRange& range() const noexcept { return range_; }
+  [[nodiscard]] int slots() const noexcept { return tape_->slots(); }
+  [[nodiscard]] const StageWeights& weights() const noexcept { return weights_; }
+  [[nodiscard]] const GradMemory& gradients() const noexcept { return gradients_; }
+  [[nodiscard]] const Fp8State& scaling(Chain c) const noexcept {
+    return c == Chain::kForward ? forward_state_ : backward_state_;
+  }
+  // Every GEMM domain, in order.
+  [[nodiscard]] std::vector<const Linear*> linears() const;
+  // Parameter indices of the matrices: the ledger's order.
+  [[nodiscard]] std::vector<int> matrices() const;
+  [[nodiscard]] int weight_quantize_launches() const noexcept;  // of one refresh
+
+ private:
+  struct Layer {
+    int index;
+    AttentionBlock attention;
+    MlpBlock mlp;
+    FieldId middle;  // [T, h], after attention
+    FieldId out;     // [T, h]
+  };
+  [[nodiscard]] StageRun run(Stream&, SlotIndex, Pass) const;
+  void forward_pass(const StageRun&) const;
+  void finish_chain(const StageRun&, Chain) const;
+  [[nodiscard]] Tensor layer_input(const StageRun&, std::size_t layer) const;
+  void record_forward(const StageRun&, const Layer&) const;
+  void record_input_grad(const StageRun&, const Layer&, const Tensor& dx) const;
+
+  Device& device_;
+  Ops& ops_;
+  StageIndex index_;
+  StageRange range_;
+  int microbatches_;
+  bool update_per_microbatch_;
+  StageBuffers buffers_;
+  Probe* probe_;
+  StageWeights weights_;
+  GradMemory gradients_;
+  std::optional<Embedding> embedding_;
+  std::vector<Layer> layers_;
+  std::optional<OutputHead> head_;
+  FieldId input_{}, input_grad_{}, output_grad_{}, d_layer_{}, d_middle_{};
+  std::unique_ptr<Tape> tape_;
+  Buffer microbatch_cells_;
+  Fp8State forward_state_, backward_state_;
+};
+
+}  // namespace qe
