@@ -31,10 +31,12 @@ class BoundaryOwner {
  public:
   // Refused (kCompletion) while an earlier use is neither ordered nor complete.
   void begin_use(const BoundaryBuffer&, const Action& by);
-  void ordered(const BoundaryBuffer&) noexcept;
+  void ordered(const BoundaryBuffer&) noexcept;  // without an earlier use: nothing to order
   // The buffer may be written: no use, or the wait for it was issued.
   void require_free(const BoundaryBuffer&, const Action& by) const;
   void complete_all() noexcept;
+  // Throws kQuiescence in the operation's name while a use is in flight.
+  void require_idle(const std::string& operation) const;
   [[nodiscard]] int in_flight() const noexcept;  // uses begun and not complete, ordered or not
 
  private:
@@ -42,6 +44,7 @@ class BoundaryOwner {
     Action by;
     bool ordered;
   };
+  void check(const BoundaryBuffer&, const Action& by, const char* verb) const;
   std::map<BoundaryBuffer, Use> uses_;
 };
 

@@ -1,10 +1,12 @@
-// QEffect: the contract's façade (paper section III, design.md section 2). Host state machines only, no arithmetic and no device.
+// QEffect: the contract's façade (paper section III, design.md section 2). Host state machines only, no arithmetic and
+// no device.
 //
 // A check precedes its action; the action's transition commits only if the action succeeded:
 //     ActionGuard guard = qeffect.begin(action);   // checks, changes nothing that abort cannot take back
 //     ...run the action...
 //     guard.commit();                              // the transition
-// A guard destroyed without commit() aborts the epoch: tapes are released and gradient memory is unusable until rebuild().
+// A guard destroyed without commit() aborts the epoch: tapes are released and gradient memory is unusable until
+// rebuild().
 #pragma once
 
 #include <cstdint>
@@ -28,12 +30,15 @@ struct StageShape {
   int slots = 1;     // slot(m) = m mod slots
   int matrices = 0;  // the head's included
   int vectors = 0;
+  // The last ones of `matrices`: one destination for all microbatches in every placement (the head's main gradient).
+  int shared_matrices = 0;
 };
 
 struct ContractConfig {
   std::vector<StageShape> stages;  // of this rank, ascending
   int microbatches = 1;
   bool accumulate = true;  // all microbatches of a matrix share one destination; false: each has its own
+  bool reduced = false;    // replicas: finalize_step() needs one completed reduction of every stage
 };
 
 class QEffect;
@@ -49,17 +54,23 @@ class [[nodiscard]] ActionGuard {
   [[nodiscard]] const Action& action() const noexcept { return action_; }
   // First W (or B) of the stage in this step: the first-write form of its gradient GEMMs.
   [[nodiscard]] bool first_write() const noexcept { return first_write_; }
+  // The action succeeded. Throws kRebuild when the epoch was aborted meanwhile; once only.
   void commit();
 
  private:
   friend class QEffect;
-  ActionGuard(QEffect& owner, const Action& action, std::vector<SlotIndex> slots, bool first_write);
-  QEffect* owner_;
+  ActionGuard(QEffect& owner, std::uint64_t ticket, const Action& action, std::vector<SlotIndex> slots,
+              bool first_write);
+  QEffect* owner_;  // null once committed or moved from
+  std::uint64_t ticket_;
   Action action_;
   std::vector<SlotIndex> slots_;
   bool first_write_;
 };
 
+// Every refusal is a ContractViolation and leaves tapes, chains, ledgers and versions as they were: a rejected check is
+// no abort, and the caller may go on with the action that was due. A stage that is not of this rank is kLookup
+// everywhere.
 class QEffect {
  public:
   explicit QEffect(const ContractConfig&);
@@ -72,11 +83,19 @@ class QEffect {
   void mark_refreshed(StageIndex, CacheLayout);
   [[nodiscard]] Epoch epoch() const noexcept;  // optimizer steps committed
   [[nodiscard]] const WeightVersion& version(StageIndex) const;
-  void restore(Epoch);  // a load: the epoch continues there, every cache is stale
+  void restore(Epoch);  // a load: the epoch continues there, every cache is stale. Only when quiescent
+  void invalidate(StageIndex, CacheLayout);  // a cache was lost without a commit, a load or a rebuild: a fault
 
   // --- actions: F, I, W, B ---
+  // One action of a stage at a time. Checked in this order:
+  //   all   usable gradient memory (kRebuild), an unfinished step (kCommit), no action of the stage in progress
+  //   (kOrder) F     caches (kVersion), next in the forward chain (kOrder), slot (kOwnership), the slot's output
+  //   (kCompletion) I, B  tape as F bound it (kLookup), not consumed (kOwnership), next in the backward chain (kOrder),
+  //   caches
+  //         (kVersion), the slot's input gradient (kCompletion), gradients unwritten (kDestination)
+  //   W     each tape (kLookup), I done and W not (kOwnership), ascending (kOrder), gradients unwritten (kDestination)
   ActionGuard begin(const Action&);
-  // Checks version, boundary buffers and that no tape is live; binds nothing.
+  // Checks version, boundary buffers of slot 0 and that no tape is live; binds nothing.
   void begin_evaluate(StageIndex, MicrobatchIndex) const;
 
   // --- destinations ---
@@ -91,21 +110,25 @@ class QEffect {
   void complete_uses();                 // the host has synchronized: none is in flight
 
   // --- reductions ---
-  void begin_reduction(StageIndex);     // refused while a gradient of the stage is missing
+  // Once a step (kOrder), refused while a gradient of the stage is missing (kDestination).
+  void begin_reduction(StageIndex);
   void complete_reduction(StageIndex);
 
   // --- step ---
   // All tapes free, every gradient written exactly once, reductions done, chains moved M times and equal to the device
-  // counters: {forward, backward} of each stage, in stage order.
+  // counters: {forward, backward} of each stage, in stage order. Missing work is kCommit, a chain's count kOrder.
+  // Afterwards only commit_step() is legal (kCommit).
   void finalize_step(std::span<const std::uint64_t> device_counters);
   // The optimizer has run (or skipped): epoch + 1, weights new, counters and ledger start again.
   void commit_step();
+  // kQuiescence unless the rank stands at a step boundary with nothing in flight.
   void require_quiescent() const;
 
   // --- failure ---
   void abort_epoch() noexcept;
   [[nodiscard]] bool aborted() const noexcept;
-  void rebuild();  // gradient memory is zero again; the epoch starts over with stale caches
+  // Gradient memory is zero again; the epoch starts over with stale caches. kRebuild when nothing was aborted.
+  void rebuild();
 
   [[nodiscard]] int live_tapes() const noexcept;
   [[nodiscard]] int pending_weight_grads() const noexcept;

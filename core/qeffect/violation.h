@@ -8,16 +8,18 @@
 
 namespace qe {
 
+struct Action;
+
 enum class Violation : std::uint8_t {
-  kOrder,         // out-of-order or repeated state transition; host and device counters differ
-  kOwnership,     // occupied slot, duplicate consumer, W before I
-  kLookup,        // stale or unknown reference
-  kVersion,       // a cached weight of another epoch
-  kCompletion,    // a boundary buffer with an unfinished send, receive or copy
-  kDestination,   // duplicate, missing, aliased or mis-bound gradient write
-  kCommit,        // the step is not complete
-  kRebuild,       // gradient memory of an aborted epoch
-  kQuiescence,    // a checkpoint with work in flight
+  kOrder,        // out-of-order or repeated state transition; host and device counters differ
+  kOwnership,    // occupied slot, duplicate consumer, W before I
+  kLookup,       // stale or unknown reference
+  kVersion,      // a cached weight of another epoch
+  kCompletion,   // a boundary buffer with an unfinished send, receive or copy
+  kDestination,  // duplicate, missing, aliased or mis-bound gradient write
+  kCommit,       // the step is not complete
+  kRebuild,      // gradient memory of an aborted epoch
+  kQuiescence,   // a checkpoint with work in flight
 };
 const char* name_of(Violation) noexcept;
 
@@ -31,6 +33,10 @@ struct ViolationReport {
   std::string found;
 };
 
+// "begin(2I0)": how a report calls the check before an action.
+std::string operation_begin(const Action&);
+
+// Its message is one sentence made of all fields of the report; exit code 6.
 class ContractViolation : public Error {
  public:
   explicit ContractViolation(ViolationReport);
