@@ -72,14 +72,11 @@ struct ParallelSection {
 struct ExecutionSection {
   std::string backend = "auto";  // for make_backend
   ExecutionMode mode = ExecutionMode::kGraph;
-  std::string graph_scope = "action";
-  std::string transport = "mpi";
 };
 
 struct DataSection {
   std::vector<std::string> train;  // globs
   std::vector<std::string> valid;  // globs; empty: no evaluation
-  std::string format = "llmc";
 };
 
 struct ReportSection {

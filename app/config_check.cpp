@@ -1,0 +1,224 @@
+#include "app/config_check.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+namespace qe {
+namespace {
+
+constexpr int kFp8Unit = 16;                   // FP8 matrix products take widths in steps of 16
+constexpr std::int64_t kMostTokens = 1 << 24;  // of one microbatch: sizes of [T, ffn] stay far from overflow
+
+std::string str(std::int64_t v) { return std::to_string(v); }
+
+// The divisor of n nearest to `wanted` for which `fits` holds; 0: none.
+template <class Fits>
+int nearest_divisor(int n, int wanted, Fits fits) {
+  int best = 0;
+  for (int d = 1; d <= n; ++d) {
+    if (n % d == 0 && fits(d) && (best == 0 || std::abs(d - wanted) < std::abs(best - wanted))) best = d;
+  }
+  return best;
+}
+
+void check_heads(const Config& c, Faults& faults) {
+  if (!faults.none_at({"model.hidden_size", "model.num_attention_heads", "precision.compute"})) return;
+  const int h = c.model.hidden_size, heads = c.model.num_attention_heads;
+  const bool fp8 = c.precision.compute == Compute::kFp8;
+  if (fp8 && h % kFp8Unit != 0) return;  // check_fp8_widths asks for another hidden_size first
+  const auto fits = [&](int d) { return !fp8 || h / d % kFp8Unit == 0; };
+  if (h % heads != 0) {
+    faults.add("model.num_attention_heads", "found " + str(heads) + ", wanted a divisor of model.hidden_size " +
+                                                str(h) + "; the nearest is " + str(nearest_divisor(h, heads, fits)) +
+                                                ".");
+  } else if (!fits(heads)) {
+    faults.add("model.num_attention_heads", "found " + str(heads) + ", which makes heads " + str(h / heads) +
+                                                " wide; fp8 needs a multiple of 16, the nearest is " +
+                                                str(nearest_divisor(h, heads, fits)) + " heads.");
+  }
+}
+
+void check_fp8_widths(const Config& c, Faults& faults) {
+  if (c.precision.compute != Compute::kFp8 || !faults.none_at({"precision.compute"})) return;
+  const auto width = [&](const char* path, int value) {
+    if (value % kFp8Unit == 0 || !faults.none_at({path})) return;
+    faults.add(path,
+               "found " + str(value) + ", fp8 needs a multiple of 16; " + nearest_multiples(value, kFp8Unit) + ".");
+  };
+  width("model.hidden_size", c.model.hidden_size);
+  width("model.ffn_hidden_size", c.model.ffn_hidden_size);
+  if (!faults.none_at({"training.seq_length", "training.micro_batch_size"})) return;
+  const std::int64_t tokens = std::int64_t{c.training.seq_length} * c.training.micro_batch_size;
+  if (tokens % kFp8Unit == 0) return;
+  const int unit = kFp8Unit / std::gcd(kFp8Unit, c.training.micro_batch_size);
+  faults.add("training.seq_length", "found " + str(c.training.seq_length) + ", which with training.micro_batch_size " +
+                                        str(c.training.micro_batch_size) + " makes " + str(tokens) +
+                                        " tokens a microbatch; fp8 needs a multiple of 16, " +
+                                        nearest_multiples(c.training.seq_length, unit) + ".");
+}
+
+void check_precision(const Config& c, Faults& faults) {
+  if (faults.none_at({"precision.compute", "execution.backend"}) && c.precision.compute == Compute::kFp32 &&
+      c.execution.backend != "cpu") {
+    faults.add("execution.backend",
+               "found \"" + c.execution.backend + "\", precision.compute fp32 runs only on \"cpu\".");
+  }
+  if (faults.none_at({"precision.compute", "head.precision"}) && c.precision.compute != Compute::kFp8 &&
+      c.head.precision != HeadPrecision::kBf16) {
+    faults.add("head.precision", "found an fp8 head without precision.compute fp8; wanted \"bf16\".");
+  }
+}
+
+void check_batches(const Config& c, Faults& faults) {
+  const TrainingSection& t = c.training;
+  if (faults.none_at({"parallel.data"}) && c.parallel.data != 1) {
+    faults.add("parallel.data",
+               "found " + str(c.parallel.data) + ", replicas are not available yet; the nearest is 1.");
+  }
+  if (faults.none_at({"training.seq_length", "model.max_position_embeddings"}) &&
+      t.seq_length > c.model.max_position_embeddings) {
+    faults.add("training.seq_length", "found " + str(t.seq_length) + ", wanted at most model.max_position_embeddings " +
+                                          str(c.model.max_position_embeddings) + ".");
+  }
+  if (!faults.none_at({"training.micro_batch_size"})) return;
+  const std::int64_t tokens = std::int64_t{t.seq_length} * t.micro_batch_size;
+  if (faults.none_at({"training.seq_length"}) && tokens > kMostTokens) {
+    faults.add("training.micro_batch_size", "found " + str(t.micro_batch_size) + ", which makes " + str(tokens) +
+                                                " tokens a microbatch; wanted at most " + str(kMostTokens) +
+                                                ", the nearest is " + str(kMostTokens / t.seq_length) + ".");
+  }
+  if (!faults.none_at({"training.global_batch_size", "parallel.data"})) return;
+  const std::int64_t unit = std::int64_t{t.micro_batch_size} * c.parallel.data;
+  if (t.global_batch_size % unit != 0) {
+    faults.add("training.global_batch_size", "found " + str(t.global_batch_size) +
+                                                 ", wanted a multiple of micro_batch_size x parallel.data = " +
+                                                 str(t.micro_batch_size) + " x " + str(c.parallel.data) + " = " +
+                                                 str(unit) + "; " + nearest_multiples(t.global_batch_size, unit) + ".");
+  }
+}
+
+void check_pipeline(const Config& c, const Given& given, Faults& faults) {
+  const PipelineSection& p = c.pipeline;
+  const char* ranks = "pipeline.pipeline_model_parallel_size";
+  const char* chunks = "pipeline.virtual_pipeline_model_parallel_size";
+  if (!faults.none_at({ranks, chunks, "pipeline.schedule"})) return;
+  PipelineShape shape{p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size, 1};
+  const bool batch_known = faults.none_at({"training.global_batch_size", "training.micro_batch_size", "parallel.data"});
+  // One microbatch fits every schedule, so a refusal of it is about the ranks or chunks.
+  std::string reason = why_not(p.schedule, shape);
+  if (!reason.empty()) {
+    faults.add(chunks, reason);
+  } else if (batch_known) {
+    reason = why_not(p.schedule, c.shape());
+    if (!reason.empty()) faults.add("training.global_batch_size", reason);
+  }
+  if (!faults.none_at({"model.num_layers", "pipeline.layers_per_stage", chunks})) return;
+  const int stages = shape.stages();
+  if (c.model.num_layers < stages) {
+    faults.add("model.num_layers", "found " + str(c.model.num_layers) + ", wanted a layer for each of the " +
+                                       str(stages) + " stages at least; the nearest is " + str(stages) + ".");
+  } else if (given.contains("pipeline.layers_per_stage")) {
+    const auto& list = p.layers_per_stage;
+    const std::int64_t sum = std::accumulate(list.begin(), list.end(), std::int64_t{0});
+    if (std::ssize(list) != stages) {
+      faults.add("pipeline.layers_per_stage",
+                 "found " + str(std::ssize(list)) + " entries, wanted one for each of the " + str(stages) + " stages.");
+    } else if (sum != c.model.num_layers) {
+      faults.add("pipeline.layers_per_stage",
+                 "found a sum of " + str(sum) + ", wanted model.num_layers " + str(c.model.num_layers) + ".");
+    }
+  }
+}
+
+void check_gradients(const Config& c, Faults& faults) {
+  const GradientsSection& g = c.gradients;
+  if (faults.none_at({"gradients.w_group"}) && g.w_group != 1) {
+    faults.add("gradients.w_group", "found " + str(g.w_group) + ", W groups are not available yet; the nearest is 1.");
+  }
+  if (!faults.none_at({"gradients.placement"}) || g.placement == Placement::kAccumulate) return;
+  const std::string placement = g.placement == Placement::kArena ? "arena" : "copied";
+  if (faults.none_at({"gradients.dtype"}) && g.dtype != DType::kF32) {
+    faults.add("gradients.dtype", "found \"bf16\", gradients.placement " + placement + " sums into \"fp32\" only.");
+  }
+  if (faults.none_at({"pipeline.tape_slots"}) && c.pipeline.tape_slots == TapeSlots::kPeak) {
+    faults.add("pipeline.tape_slots", "found \"peak\", gradients.placement " + placement +
+                                          " writes to a view of each microbatch and needs \"per_microbatch\".");
+  }
+}
+
+void check_learning_rate(const Config& c, Faults& faults) {
+  const TrainingSection& t = c.training;
+  const bool constant = t.lr_schedule == LrSchedule::kConstant;
+  if (!faults.none_at({"training.lr_schedule", "training.train_iters", "training.lr_warmup_iters"})) return;
+  if (t.train_iters > 0 && t.lr_warmup_iters > t.train_iters) {
+    faults.add("training.lr_warmup_iters",
+               "found " + str(t.lr_warmup_iters) + ", wanted at most training.train_iters " + str(t.train_iters) + ".");
+  }
+  if (faults.none_at({"training.lr", "training.min_lr"})) {
+    if (constant && t.min_lr > 0) {
+      faults.add("training.min_lr",
+                 "has no effect under training.lr_schedule constant; remove it, or choose cosine, linear or wsd.");
+    } else if (t.min_lr > t.lr) {
+      faults.add("training.min_lr", "found more than training.lr; wanted at most training.lr.");
+    }
+  }
+  if (!faults.none_at({"training.lr_decay_iters", "training.lr_warmup_iters"})) return;
+  if (constant && t.lr_decay_iters > 0) {
+    faults.add("training.lr_decay_iters",
+               "has no effect under training.lr_schedule constant; remove it, or choose cosine, linear or wsd.");
+  } else if (t.lr_schedule == LrSchedule::kWsd && t.train_iters > 0 &&
+             t.lr_decay_iters > t.train_iters - t.lr_warmup_iters) {
+    faults.add("training.lr_decay_iters", "found " + str(t.lr_decay_iters) + ", wanted at most the " +
+                                              str(t.train_iters - t.lr_warmup_iters) + " steps after the warm-up.");
+  } else if (!constant && t.lr_schedule != LrSchedule::kWsd && t.train_iters > 0 &&
+             t.lr_decay_iters < t.lr_warmup_iters) {
+    faults.add("training.lr_decay_iters", "found " + str(t.lr_decay_iters) +
+                                              ", wanted at least training.lr_warmup_iters " + str(t.lr_warmup_iters) +
+                                              ".");
+  }
+}
+
+std::vector<int> divide_layers(int layers, int stages) {
+  std::vector<int> out(static_cast<std::size_t>(stages), layers / stages);
+  for (int s = 0; s < layers % stages; ++s) ++out[static_cast<std::size_t>(s)];
+  return out;
+}
+
+}  // namespace
+
+void resolve_defaults(Config& c, const Given& given, const Faults& faults) {
+  if (!given.contains("head.precision") && c.precision.compute != Compute::kFp8) {
+    c.head.precision = HeadPrecision::kBf16;
+  }
+  PipelineSection& p = c.pipeline;
+  if (!given.contains("pipeline.virtual_pipeline_model_parallel_size")) {
+    p.virtual_pipeline_model_parallel_size = p.schedule == ScheduleKind::kZbv ? 2 : 1;
+  }
+  if (!given.contains("pipeline.tape_slots")) {
+    p.tape_slots = c.gradients.placement == Placement::kAccumulate ? TapeSlots::kPeak : TapeSlots::kPerMicrobatch;
+  }
+  if (!given.contains("training.lr_decay_iters")) {
+    TrainingSection& t = c.training;
+    if (t.lr_schedule == LrSchedule::kCosine || t.lr_schedule == LrSchedule::kLinear) t.lr_decay_iters = t.train_iters;
+    if (t.lr_schedule == LrSchedule::kWsd) t.lr_decay_iters = t.train_iters / 10;
+  }
+  const bool stages_known =
+      faults.none_at({"pipeline.pipeline_model_parallel_size", "pipeline.virtual_pipeline_model_parallel_size"});
+  if (!given.contains("pipeline.layers_per_stage") && stages_known) {
+    p.layers_per_stage =
+        divide_layers(c.model.num_layers, p.pipeline_model_parallel_size * p.virtual_pipeline_model_parallel_size);
+  }
+}
+
+void check_config(const Config& c, const Given& given, Faults& faults) {
+  check_fp8_widths(c, faults);
+  check_heads(c, faults);
+  check_precision(c, faults);
+  check_batches(c, faults);
+  check_pipeline(c, given, faults);
+  check_gradients(c, faults);
+  check_learning_rate(c, faults);
+}
+
+}  // namespace qe
