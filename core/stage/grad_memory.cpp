@@ -9,6 +9,7 @@ namespace qe {
 
 GradMemory::GradMemory(Device& device, const StageConfig& config, const ParameterList& parameters)
     : parameters_(&parameters),
+      microbatches_(config.microbatches),
       placement_(config.gradients.placement),
       matrix_type_(placement_ == Placement::kAccumulate ? config.gradients.dtype : DType::kF32),
       view_type_(config.activation_type()),
@@ -56,9 +57,7 @@ Tensor GradMemory::main_group(int first, int count) const {
              : group(vector_memory_.as<unsigned char>(), vectors_, DType::kF32, first, count);
 }
 
-bool GradMemory::has_views(int parameter) const noexcept {
-  return views_.offset[static_cast<std::size_t>(parameter)] >= 0;
-}
+int GradMemory::views(int parameter) const noexcept { return has_views(parameter) ? microbatches_ : 0; }
 
 Tensor GradMemory::view(int parameter, MicrobatchIndex m) const {
   unsigned char* base = arena_.as<unsigned char>() +

@@ -20,7 +20,7 @@ class GradMemory {
   [[nodiscard]] Tensor main(int parameter) const;
   [[nodiscard]] Tensor main_group(int first, int count) const;
 
-  [[nodiscard]] bool has_views(int parameter) const noexcept;
+  [[nodiscard]] int views(int parameter) const noexcept;            // M, or 0
   [[nodiscard]] Tensor view(int parameter, MicrobatchIndex) const;  // activation type
 
   // What the GEMM of a W writes: `count` adjacent matrices from `first` as one tensor.
@@ -40,7 +40,11 @@ class GradMemory {
 
  private:
   [[nodiscard]] Tensor group(unsigned char* base, const ParameterOffsets&, DType, int first, int count) const;
+  [[nodiscard]] bool has_views(int parameter) const noexcept {
+    return views_.offset[static_cast<std::size_t>(parameter)] >= 0;
+  }
   const ParameterList* parameters_;
+  int microbatches_;
   Placement placement_;
   DType matrix_type_;
   DType view_type_;

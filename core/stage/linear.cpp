@@ -34,7 +34,7 @@ Linear::Linear(StageParts& parts, LinearSpec spec)
   if (dynamic()) staged_x_ = parts.tape.scratch(spec_.name + ".staged", activation_, {tokens, w.cols});
   if (spec_.precision == LinearPrecision::kFp8Delayed) {
     input_slot_ = add_slot(parts.forward_slots, spec_.name + ".in");
-    weight_slot_ = add_slot(parts.forward_slots, spec_.name + ".w");
+    weight_slot_ = add_slot(parts.forward_slots, spec_.name + kWeightSlot);
     output_grad_slot_ = add_slot(parts.backward_slots, spec_.name + ".dy");
   }
 

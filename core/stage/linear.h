@@ -23,6 +23,7 @@ struct LinearSpec {
 
 class Linear {
  public:
+  static constexpr const char* kWeightSlot = ".w";  // ends the name of its weight's scaling slot
   Linear(StageParts&, LinearSpec);
 
   // Weight caches from the masters; gathers the weight's amax under delayed scaling.

@@ -23,6 +23,7 @@ enum class ProbeCategory : std::uint8_t {
   kScaleInv,
   kAmaxHistory,
   kScale,
+  kMainGrad,  // once a step, before the update clears vectors: the microbatch is null
 };
 
 class Probe {

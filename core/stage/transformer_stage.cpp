@@ -194,4 +194,11 @@ int TransformerStage::weight_quantize_launches() const noexcept {
   return launches;
 }
 
+const TransformerStage* stage_of(std::span<const TransformerStage* const> stages, StageIndex index) {
+  for (const TransformerStage* s : stages) {
+    if (s->index() == index) return s;
+  }
+  QE_EXPECTS(false, "the stage is of this rank");
+}
+
 }  // namespace qe

@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "core/ids.h"
@@ -94,5 +95,8 @@ class TransformerStage {
   Buffer microbatch_cells_;
   Fp8State forward_state_, backward_state_;
 };
+
+// The stage of this rank with that index; QE_EXPECTS that it is there.
+const TransformerStage* stage_of(std::span<const TransformerStage* const> stages, StageIndex);
 
 }  // namespace qe

@@ -1,0 +1,196 @@
+#include "core/runtime/pipeline_rank.h"
+
+#include <xxhash.h>
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+
+#include "core/error.h"
+#include "core/runtime/evaluator.h"
+
+namespace qe {
+
+namespace {
+constexpr int kThisDevice = 0;  // one device a rank
+}
+
+PipelineRank::PipelineRank(Device& device, Ops& ops, Transport& transport, const RankConfig& config,
+                           const RankPlan& plan, TraceProbe* trace)
+    : device_(device),
+      ops_(ops),
+      transport_(transport),
+      config_(config),
+      trace_(trace),
+      model_(model_parameters(config.stage)),
+      rank_of_stage_(plan.schedule.rank_of_stage),
+      caller_(device.make_stream("caller")),
+      graph_(device.make_stream("graph")) {
+  make_stages(plan, trace);
+  make_contract();
+  boundary_ =
+      std::make_unique<Boundary>(device, transport, *contract_, stage_list_, plan.rings, rank_of_stage_, *graph_);
+  executor_ = std::make_unique<GraphExecutor>(device, *caller_, *graph_, stage_list_, *contract_,
+                                              ExecutorConfig{config.captured, config.full_backward, config.peak_slots});
+  optimizer_ = std::make_unique<Optimizer>(device, ops, transport, config.optimizer, stage_list_, model_, trace);
+  const auto rank = static_cast<std::size_t>(transport.rank(Group::kPipeline));
+  runner_ = std::make_unique<StepRunner>(device, *contract_, *executor_, *boundary_, stage_list_,
+                                         plan.schedule.actions.at(rank), *caller_, *graph_,
+                                         counters_.as<std::uint64_t>(), config.stage.fp8.scale_update);
+  device.synchronize();
+  const auto start = std::chrono::steady_clock::now();
+  executor_->capture();
+  capture_seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+PipelineRank::~PipelineRank() = default;
+
+void PipelineRank::make_stages(const RankPlan& plan, Probe* probe) {
+  const StageConfig& c = config_.stage;
+  const auto cells = static_cast<std::size_t>(c.microbatches) * static_cast<std::size_t>(c.tokens());
+  const int rank = transport_.rank(Group::kPipeline);
+  std::vector<int> mine;
+  for (int s = 0; s < static_cast<int>(rank_of_stage_.size()); ++s) {
+    if (rank_of_stage_[static_cast<std::size_t>(s)] == rank) mine.push_back(s);
+  }
+  tokens_ = device_.allocate(cells * sizeof(std::int32_t), MemoryKind::kStep);
+  targets_ = device_.allocate(cells * sizeof(std::int32_t), MemoryKind::kStep);
+  loss_ = device_.allocate(static_cast<std::size_t>(c.microbatches) * sizeof(float), MemoryKind::kStep);
+  gradient_scale_ = device_.allocate(sizeof(float), MemoryKind::kStep);
+  counters_ = device_.allocate(2 * mine.size() * sizeof(std::uint64_t), MemoryKind::kStep);
+  const float scale = 1.0f / (static_cast<float>(cells) * static_cast<float>(transport_.size(Group::kData)));
+  device_.upload(*caller_, gradient_scale_.data(), &scale, sizeof scale);
+
+  for (std::size_t i = 0; i < mine.size(); ++i) {
+    const auto s = static_cast<std::size_t>(mine[i]);
+    std::uint64_t* counters = counters_.as<std::uint64_t>() + 2 * i;
+    const StageBuffers buffers{tokens_.as<std::int32_t>(),
+                               {targets_.as<std::int32_t>(), loss_.as<float>(), gradient_scale_.as<float>()},
+                               counters,
+                               counters + 1};
+    stages_.push_back(std::make_unique<TransformerStage>(device_, ops_, *caller_, c, StageIndex{mine[i]},
+                                                         config_.ranges.at(s), plan.slots.at(s), buffers, probe));
+    stage_list_.push_back(stages_.back().get());
+  }
+}
+
+void PipelineRank::make_contract() {
+  ContractConfig contract;
+  contract.microbatches = config_.stage.microbatches;
+  contract.accumulate = config_.stage.gradients.placement == Placement::kAccumulate;
+  for (const TransformerStage* s : stage_list_) {
+    const ParameterList& parameters = s->weights().parameters();
+    const auto matrices = static_cast<int>(s->matrices().size());
+    contract.stages.push_back(
+        {s->index(), s->slots(), matrices, parameters.size() - matrices, s->range().head ? 1 : 0});
+  }
+  contract_ = std::make_unique<QEffect>(contract);
+  for (const TransformerStage* s : stage_list_) {
+    const std::vector<int> matrices = s->matrices();
+    for (int i = 0; i < static_cast<int>(matrices.size()); ++i) {
+      for (int m = 0; m < contract.microbatches; ++m) {
+        contract_->bind_destination(s->index(), i, MicrobatchIndex{m},
+                                    s->gradients().bound(matrices[static_cast<std::size_t>(i)], MicrobatchIndex{m}),
+                                    kThisDevice);
+      }
+    }
+  }
+}
+
+void PipelineRank::upload_batch(std::span<const std::int32_t> tokens, std::span<const std::int32_t> targets) {
+  QE_EXPECTS(tokens.size() * sizeof(std::int32_t) == tokens_.bytes() && targets.size() == tokens.size(),
+             "a batch is M · T tokens and targets");
+  device_.upload(*caller_, tokens_.data(), tokens.data(), tokens_.bytes());
+  device_.upload(*caller_, targets_.data(), targets.data(), targets_.bytes());
+  device_.zero(*caller_, loss_.data(), loss_.bytes());
+}
+
+double PipelineRank::loss_sum(int microbatches) {
+  // Only the last stage's rank has losses; every other cell is zero.
+  std::vector<float> cells(static_cast<std::size_t>(config_.stage.microbatches));
+  transport_.all_reduce_sum(*caller_, loss_.as<float>(), config_.stage.microbatches, Group::kPipeline);
+  device_.download(*caller_, cells.data(), loss_.data(), loss_.bytes());
+  device_.synchronize();
+  double sum = 0.0;
+  for (int m = 0; m < microbatches; ++m) sum += static_cast<double>(cells[static_cast<std::size_t>(m)]);
+  return sum;
+}
+
+StepResult PipelineRank::train_step(std::span<const std::int32_t> tokens, std::span<const std::int32_t> targets,
+                                    double learning_rate, std::uint32_t step) {
+  if (trace_ != nullptr) trace_->begin_step(step);
+  upload_batch(tokens, targets);
+  for (const TransformerStage* s : stage_list_) {
+    for (const Chain chain : {Chain::kForward, Chain::kBackward}) s->scaling(chain).save_step_start(device_, *caller_);
+  }
+  runner_->run();
+
+  StepResult result;
+  result.loss_sum = loss_sum(config_.stage.microbatches);
+  result.scalars = optimizer_->step(*caller_, static_cast<float>(learning_rate), step);
+  if (result.scalars.skip != 0) {
+    for (const TransformerStage* s : stage_list_) {
+      for (const Chain c : {Chain::kForward, Chain::kBackward}) s->scaling(c).restore_step_start(device_, *caller_);
+    }
+  }
+  contract_->commit_step();
+  if (trace_ != nullptr) record_commit(result, learning_rate);
+  return result;
+}
+
+double PipelineRank::evaluate(std::span<const std::int32_t> tokens, std::span<const std::int32_t> targets,
+                              int microbatches) {
+  upload_batch(tokens, targets);
+  for (const TransformerStage* s : stage_list_) {
+    if (contract_->needs_refresh(s->index())) runner_->refresh(s->index());
+  }
+  enqueue_evaluation(device_, *graph_, *contract_, *boundary_, *executor_, stage_list_, rank_of_stage_, microbatches);
+  const double sum = loss_sum(microbatches);
+  contract_->complete_uses();
+  return sum;
+}
+
+std::vector<StateEntry> PipelineRank::state() const {
+  std::vector<StateEntry> all;
+  for (const TransformerStage* s : stage_list_) {
+    std::vector<StateEntry> entries = state_dict(*s, *optimizer_);
+    std::move(entries.begin(), entries.end(), std::back_inserter(all));
+  }
+  return all;
+}
+
+std::uint64_t PipelineRank::state_digest() {
+  std::uint64_t digest = 0;
+  for (const StateEntry& e : state()) {
+    const std::vector<unsigned char> bytes = read_entry(device_, *caller_, e);
+    digest = XXH3_64bits_withSeed(bytes.data(), bytes.size(), digest);
+  }
+  return digest;
+}
+
+void PipelineRank::record_commit(const StepResult& result, double learning_rate) {
+  device_.synchronize();
+  trace_->record_state(*caller_, state());
+  for (std::size_t i = 0; i < stage_list_.size(); ++i) {
+    const TransformerStage& s = *stage_list_[i];
+    for (const Linear* linear : s.linears()) {
+      const Operand& w = linear->weight_cache();
+      trace_->record_tensor(*caller_, "weight cache, rowwise", linear->name(), w.rowwise);
+      if (linear->fp8()) trace_->record_tensor(*caller_, "weight cache, transposed", linear->name(), w.columnwise);
+    }
+    // Under every layer of the stage, so that different cuts compare.
+    for (int l = s.range().first_layer; l < s.range().first_layer + s.range().num_layers; ++l) {
+      trace_->record_value("forward counter", layer_name(l), runner_->counters()[2 * i]);
+      trace_->record_value("backward counter", layer_name(l), runner_->counters()[2 * i + 1]);
+      trace_->record_value("weight epoch", layer_name(l), contract_->version(s.index()).weight_epoch());
+      trace_->record_value("cache epoch", layer_name(l),
+                           contract_->version(s.index()).cache_epoch(CacheLayout::kColumnwise));
+    }
+  }
+  if (stage_list_.front()->range().embedding) {  // once, whatever the number of ranks
+    trace_->record_value("clip norm", "step", std::bit_cast<std::uint32_t>(result.scalars.norm));
+    trace_->record_value("learning rate", "step", std::bit_cast<std::uint64_t>(learning_rate));
+  }
+}
+
+}  // namespace qe

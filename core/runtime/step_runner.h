@@ -1,0 +1,48 @@
+// Algorithm 1: a rank's action list through the contract. The only place where contract and arithmetic meet.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/qeffect/qeffect.h"
+#include "core/runtime/boundary.h"
+#include "core/runtime/graph_executor.h"
+#include "core/schedule.h"
+
+namespace qe {
+
+class StepRunner {
+ public:
+  // `actions` is the rank's lowered list. `counters` are the device counters of its stages, {forward, backward} each.
+  StepRunner(Device&, QEffect&, GraphExecutor&, Boundary&, std::vector<const TransformerStage*> stages,
+             std::vector<Action> actions, Stream& caller, Stream& graph, std::uint64_t* counters,
+             ScaleUpdate scale_update);
+
+  // Every action of one optimizer step, from the first F to a finalized epoch: all gradients are in their main
+  // gradients' memory or views and the host has synchronized. The caller commits.
+  void run();
+  // The stage's cached weights from its masters, and the contract told of it. Before the first F after a commit.
+  void refresh(StageIndex);
+
+  // The device counters as the step left them, {forward, backward} of each stage.
+  [[nodiscard]] const std::vector<std::uint64_t>& counters() const noexcept { return counted_; }
+
+ private:
+  void run_compute(const Action&);
+  void reduce(StageIndex);
+  void finalize();
+
+  Device& device_;
+  QEffect& contract_;
+  GraphExecutor& executor_;
+  Boundary& boundary_;
+  std::vector<const TransformerStage*> stages_;
+  std::vector<Action> actions_;
+  Stream& caller_;
+  Stream& graph_;
+  std::uint64_t* counters_;
+  ScaleUpdate scale_update_;
+  std::vector<std::uint64_t> counted_;
+};
+
+}  // namespace qe
