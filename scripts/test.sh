@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Installs what is missing, builds, checks layout and format, and runs the tests. Options: --help.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+usage() {
+  cat <<TXT
+usage: scripts/test.sh [--fast | --slow | --asan | --tsan]
+  (none)   layout and format checks, the fast tests, then the slow ones
+  --fast   the checks and the fast tests: about two minutes after the build
+  --slow   the checks and the slow tests only
+  --asan   the fast tests under AddressSanitizer and UndefinedBehaviorSanitizer (preset cpu-asan)
+  --tsan   the fast tests under ThreadSanitizer, without those under mpirun (preset cpu-tsan)
+Tests that need a GPU are skipped, and say so, where there is none.
+TXT
+}
+
+mode=${1:-all}
+case "$mode" in
+  --help | -h) usage && exit 0 ;;
+  all | --fast | --slow | --asan | --tsan) [ $# -le 1 ] || { usage >&2; exit 2; } ;;
+  *) usage >&2; exit 2 ;;
+esac
+
+case "$mode" in
+  --asan) preset=cpu-asan ;;
+  --tsan) preset=cpu-tsan ;;
+  *) preset=cpu ;;
+esac
+
+# Formatting is judged by the one release that made it: others differ in details. A machine without it skips the check.
+check_format() {
+  if ! have clang-format || ! clang-format --version | grep -q 'version 14\.'; then
+    echo "format check skipped: it needs clang-format 14"
+    return 0
+  fi
+  find app core kernels schedules tests \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) -print0 |
+    xargs -0 -r clang-format --dry-run --Werror
+}
+
+# ctest with its closing line last; an empty selection is an error, never a pass.
+run_tests() { "${launch[@]}" ctest --test-dir "build/$preset" --output-on-failure --no-tests=error -j2 "$@"; }
+
+cd "$ROOT"
+install_missing
+say "Checking layout and format"
+SECONDS=0
+layout=(python3 scripts/check_layout.py)
+if [ "$mode" = all ] || [ "$mode" = --slow ]; then layout+=(--headers); fi
+"${layout[@]}"
+check_format
+echo "checked in $SECONDS s"
+
+SECONDS=0
+build_preset "$preset"
+echo "built in $SECONDS s"
+
+export_mpi_environment
+launch=(env)
+case "$mode" in
+  --asan)
+    launch+=(ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1
+      "LSAN_OPTIONS=suppressions=$ROOT/scripts/lsan.supp:print_suppressions=0")
+    ;;
+  --tsan)
+    # ThreadSanitizer of gcc 12 cannot map its shadow under the address randomisation of new kernels.
+    launch+=(TSAN_OPTIONS=halt_on_error=1)
+    if setarch -R true 2>/dev/null; then launch+=(setarch -R); fi
+    ;;
+esac
+
+if [ "$mode" != --slow ]; then
+  say "Fast tests"
+  case "$mode" in
+    --tsan) run_tests -LE 'slow|mpi' ;;
+    *) run_tests -LE slow ;;
+  esac
+fi
+if [ "$mode" = all ] || [ "$mode" = --slow ]; then
+  say "Slow tests"
+  run_tests -L slow
+fi
