@@ -111,7 +111,7 @@ void add_model(std::vector<KeySpec>& table) {
   s.integer("ffn_hidden_size", 1, 1048576, QE_FIELD(model.ffn_hidden_size), "width of the MLP; fp8: a multiple of 16");
   s.integer("num_attention_heads", 1, 4096, QE_FIELD(model.num_attention_heads),
             "heads; divides hidden_size, and under fp8 leaves a head width that is a multiple of 16");
-  s.integer("vocab_size", 2, 4194304, QE_FIELD(model.vocab_size),
+  s.integer("vocab_size", 2, 2097152, QE_FIELD(model.vocab_size),
             "token ids are below this; padded inside to a multiple of 128; bytes and their end mark: 257");
   s.integer("max_position_embeddings", 1, 16777216, QE_FIELD(model.max_position_embeddings),
             "rows of the position table; at least training.seq_length");

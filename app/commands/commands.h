@@ -1,0 +1,28 @@
+// The sub-commands. Each takes what main() parsed and returns an exit code; errors are thrown (core/error.h).
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "app/config.h"
+
+namespace qe {
+
+// Between MPI_Init and MPI_Finalize, on every rank of a job that has config.ranks() ranks. `command_line` is for the
+// report.
+int run_train(const Config& config, const std::string& command_line);
+
+struct TokenizeOptions {
+  std::vector<std::string> inputs;  // one document each
+  std::string output;
+  bool force = false;  // replace an existing output
+};
+// Text files → one llm.c uint16 shard of bytes. Throws DataError when a file cannot be read or written, UsageError when
+// the output exists and force is off.
+int run_tokenize(const TokenizeOptions& options);
+
+// Throws DataError when the data section names files that training or evaluation could not use. Needs no MPI, so that a
+// job is refused before it starts.
+void check_data(const Config& config);
+
+}  // namespace qe

@@ -1,0 +1,62 @@
+#include "app/data/token_dataset.h"
+
+#include <glob.h>
+
+#include <algorithm>
+
+#include "core/error.h"
+
+namespace qe {
+namespace {
+
+// Matches in the C locale's order, whatever the user's locale is: the order of shards is part of the sample order.
+std::vector<std::string> expand(const std::string& pattern, const std::string& key) {
+  glob_t found{};
+  const int status = ::glob(pattern.c_str(), GLOB_ERR | GLOB_NOSORT, nullptr, &found);
+  std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + (status == 0 ? found.gl_pathc : 0));
+  ::globfree(&found);
+  if (status == GLOB_NOMATCH) {
+    throw DataError(key + ": \"" + pattern +
+                    "\" matches no file; make one with qeffect tokenize, or correct the path.");
+  }
+  if (status != 0) throw DataError(key + ": a folder of \"" + pattern + "\" cannot be read; check its permissions.");
+  std::sort(paths.begin(), paths.end());
+  return paths;
+}
+
+}  // namespace
+
+TokenDataset::TokenDataset(const std::vector<std::string>& patterns, int vocab_size, int seq_length,
+                           const std::string& key)
+    : seq_length_(seq_length) {
+  if (patterns.empty()) throw DataError(key + " names no token file; set it to a path or a glob.");
+  std::vector<std::string> paths;
+  for (const std::string& pattern : patterns) {
+    for (std::string& path : expand(pattern, key)) {
+      if (std::find(paths.begin(), paths.end(), path) == paths.end()) paths.push_back(std::move(path));
+    }
+  }
+  first_window_.push_back(0);
+  for (const std::string& path : paths) {
+    const TokenFile& file = files_.emplace_back(path, vocab_size);
+    const std::int64_t windows = (file.size() - 1) / seq_length;
+    first_window_.push_back(first_window_.back() + windows);
+    tokens_ += file.size();
+    dropped_ += windows == 0 ? file.size() : file.size() - (windows * seq_length + 1);
+  }
+  if (windows() == 0) {
+    throw DataError(key + " holds " + std::to_string(tokens_) + " tokens in " + std::to_string(files_.size()) +
+                    " file(s) and no window; a window needs training.seq_length + 1 = " +
+                    std::to_string(seq_length + 1) + " tokens of one file.");
+  }
+}
+
+void TokenDataset::read_window(std::int64_t id, std::span<std::int32_t> out) const {
+  QE_EXPECTS(id >= 0 && id < windows(), "a window id is below windows()");
+  QE_EXPECTS(std::ssize(out) == seq_length_ + 1, "a window has L + 1 tokens");
+  const auto after = std::upper_bound(first_window_.begin(), first_window_.end(), id);
+  const auto shard = static_cast<std::size_t>(after - first_window_.begin() - 1);
+  files_[shard].read((id - first_window_[shard]) * seq_length_, out);
+}
+
+}  // namespace qe

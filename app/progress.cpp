@@ -1,0 +1,79 @@
+#include "app/progress.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <cstdio>
+
+namespace qe {
+namespace {
+
+__attribute__((format(printf, 1, 2))) std::string format(const char* pattern, ...) {
+  char text[512];
+  va_list args;
+  va_start(args, pattern);
+  const int length = std::vsnprintf(text, sizeof text, pattern, args);
+  va_end(args);
+  return {text, static_cast<std::size_t>(std::clamp(length, 0, static_cast<int>(sizeof text) - 1))};
+}
+
+std::string place(std::int64_t step, const Config& c) {
+  return format("step %6lld/%lld", static_cast<long long>(step), static_cast<long long>(c.training.train_iters));
+}
+
+}  // namespace
+
+std::string step_line(const StepRecord& r, const Config& c) {
+  const double tokens_per_second = r.ms > 0 ? static_cast<double>(c.tokens_per_step()) * 1000 / r.ms : 0;
+  const double tflops =
+      tokens_per_second * static_cast<double>(flops_per_token(c.model, c.training.seq_length)) * 1e-12;
+  return place(r.step, c) + format(" | loss %.4f | norm %.4f | lr %.2e | %.2f ms | %.0f tok/s | %.3f TFLOP/s%s", r.loss,
+                                   r.grad_norm, r.lr, r.ms, tokens_per_second, tflops, r.skipped ? " | skipped" : "");
+}
+
+std::string eval_line(const EvalRecord& r, const Config& c) {
+  return place(r.step, c) + format(" | valid loss %.4f over %lld tokens | %.2f ms", r.valid_loss,
+                                   static_cast<long long>(r.target_tokens), r.ms);
+}
+
+std::string progress_line(std::int64_t step, std::int64_t train_iters, double ms_per_step) {
+  constexpr int kWidth = 20;
+  const double done = train_iters > 0 ? static_cast<double>(step) / static_cast<double>(train_iters) : 1;
+  const int filled = static_cast<int>(done * kWidth);
+  const auto left = std::llround(static_cast<double>(train_iters - step) * ms_per_step / 1000);
+  return "[" + std::string(static_cast<std::size_t>(filled), '#') +
+         std::string(static_cast<std::size_t>(kWidth - filled), '-') +
+         format("] %5.1f%%  %lld:%02lld:%02lld left", 100 * done, left / 3600, left / 60 % 60, left % 60);
+}
+
+Progress::Progress(const Config& config) : config_(config), terminal_(::isatty(STDERR_FILENO) == 1) {
+  std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);
+}
+
+void Progress::step(const StepRecord& r) {
+  ms_per_step_ = ms_per_step_ == 0 ? r.ms : 0.9 * ms_per_step_ + 0.1 * r.ms;
+  if (terminal_) shown_ = progress_line(r.step, config_.training.train_iters, ms_per_step_);
+  print(step_line(r, config_));
+}
+
+void Progress::eval(const EvalRecord& r) { print(eval_line(r, config_)); }
+void Progress::note(const std::string& line) { print(line); }
+
+void Progress::finish() {
+  erase();
+  shown_.clear();
+}
+
+void Progress::print(const std::string& line) {
+  erase();
+  std::printf("%s\n", line.c_str());
+  if (!shown_.empty()) std::fprintf(stderr, "%s", shown_.c_str());
+}
+
+void Progress::erase() {
+  if (!shown_.empty()) std::fprintf(stderr, "\r\033[K");
+}
+
+}  // namespace qe

@@ -1,0 +1,39 @@
+// What the terminal sees: a line a step on standard output, and below it, when standard error is a terminal, a line
+// that rewrites itself with the time left. Files belong to report.h.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "app/config.h"
+#include "app/report.h"
+
+namespace qe {
+
+// "step    12/100 | loss 3.1416 | norm 1.2345 | lr 3.00e-04 | 12.34 ms | 20751 tok/s | 0.123 TFLOP/s"; the rates are of
+// the whole job; a skipped step says so.
+std::string step_line(const StepRecord& record, const Config& config);
+std::string eval_line(const EvalRecord& record, const Config& config);
+// "[#####-----]  50.0%  1:02:03 left"
+std::string progress_line(std::int64_t step, std::int64_t train_iters, double ms_per_step);
+
+class Progress {
+ public:
+  // Line-buffers standard output, so that a log of a killed run is whole.
+  explicit Progress(const Config& config);
+  void step(const StepRecord& record);
+  void eval(const EvalRecord& record);
+  void note(const std::string& line);
+  void finish();  // takes the progress line away
+
+ private:
+  void print(const std::string& line);
+  void erase();
+
+  const Config& config_;
+  bool terminal_;
+  std::string shown_;
+  double ms_per_step_ = 0;  // of the recent steps
+};
+
+}  // namespace qe

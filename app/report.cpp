@@ -1,0 +1,210 @@
+#include "app/report.h"
+
+#include <algorithm>
+#include <cmath>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "app/environment.h"
+#include "core/error.h"
+
+namespace qe {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+Json finite_or_null(double v) { return std::isfinite(v) ? Json(v) : Json(nullptr); }
+Json optional_number(const std::optional<double>& v) { return v ? finite_or_null(*v) : Json(nullptr); }
+
+double per_second(std::int64_t count, double ms) { return ms > 0 ? static_cast<double>(count) * 1000 / ms : 0; }
+
+const char* status_of(const StepRecord& r) {
+  if (r.skipped) return "skipped";
+  return std::isfinite(r.loss) && std::isfinite(r.grad_norm) ? "ok" : "non_finite";
+}
+
+Json json_of(const DataCounts& d) {
+  return {{"files", d.files}, {"tokens", d.tokens}, {"windows", d.windows}, {"dropped_tokens", d.dropped_tokens}};
+}
+
+Json json_of(const RankUsage& r) {
+  Json bytes = Json::object();
+  for (const auto& [kind, count] : r.bytes_by_kind) bytes[kind] = count;
+  return {{"device", r.device},
+          {"graphs", r.graphs},
+          {"replays", r.replays},
+          {"handoffs", r.handoffs},
+          {"matrix_copies", r.matrix_copies},
+          {"weight_quantize_launches", r.weight_quantize_launches},
+          {"peak_tapes", r.peak_tapes},
+          {"capture_ms", finite_or_null(r.capture_ms)},
+          {"bytes_by_kind", bytes},
+          {"peak_bytes", r.peak_bytes},
+          {"end_bytes", r.end_bytes}};
+}
+
+Json timing_of(const RunReport& r) {
+  Json trials = Json::array();
+  for (std::size_t rank = 0; rank < r.rank_step_ms.size(); ++rank) {
+    trials.push_back({{"rank", rank}, {"step_ms", r.rank_step_ms[rank]}});
+  }
+  double first = 0;
+  for (const auto& steps : r.rank_step_ms) first = std::max(first, steps.empty() ? 0 : steps.front());
+  const double median = median_step_ms(r.rank_step_ms);
+  const std::int64_t per_token = flops_per_token(r.config.model, r.config.training.seq_length);
+  const double tokens_per_second = per_second(r.config.tokens_per_step(), median);
+  return {{"metric", "optimizer-step wall time, maximum over ranks, median over steps without the first"},
+          {"trials", trials},
+          {"first_step_ms", first},
+          {"median_step_ms", median},
+          {"tokens_per_step", r.config.tokens_per_step()},
+          {"tokens_per_second", tokens_per_second},
+          {"flops_per_token", per_token},
+          {"flops_formula", "6 (L(4h^2 + 2hf) + Vh) + 6 L h T"},
+          {"model_tflops_per_rank", tokens_per_second * static_cast<double>(per_token) * 1e-12 / r.config.ranks()}};
+}
+
+std::string time_stamp() {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  ::localtime_r(&now, &parts);
+  char text[32];
+  std::strftime(text, sizeof text, "%Y%m%d-%H%M%S", &parts);
+  return text;
+}
+
+void write_file(const std::filesystem::path& path, const std::string& text) {
+  const std::string temporary = path.string() + ".tmp";
+  std::ofstream file(temporary, std::ios::binary);
+  file << text;
+  file.close();
+  std::error_code error;
+  if (file) std::filesystem::rename(temporary, path, error);
+  if (!file || error)
+    throw Error(ExitCode::kRuntime, "Cannot write " + path.string() + "; check the disk and report.dir.");
+}
+
+}  // namespace
+
+std::int64_t flops_per_token(const ModelConfig& m, int seq_length) noexcept {
+  const std::int64_t layers = m.num_layers, h = m.hidden_size, f = m.ffn_hidden_size, v = m.vocab_size;
+  return 6 * (layers * (4 * h * h + 2 * h * f) + v * h) + 6 * layers * h * seq_length;
+}
+
+double median_step_ms(const std::vector<std::vector<double>>& rank_step_ms) {
+  std::vector<double> slowest;
+  for (const auto& steps : rank_step_ms) {
+    slowest.resize(std::max(slowest.size(), steps.size()), 0);
+    for (std::size_t i = 0; i < steps.size(); ++i) slowest[i] = std::max(slowest[i], steps[i]);
+  }
+  if (slowest.size() > 1) slowest.erase(slowest.begin());
+  if (slowest.empty()) return 0;
+  std::sort(slowest.begin(), slowest.end());
+  const std::size_t half = slowest.size() / 2;
+  return slowest.size() % 2 == 1 ? slowest[half] : 0.5 * (slowest[half - 1] + slowest[half]);
+}
+
+std::string make_run_directory(const Config& config) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  fs::path dir = config.report.dir;
+  if (dir.empty()) {
+    const fs::path base = fs::path("runs") / (config.name + "-" + time_stamp());
+    fs::create_directories(base.parent_path(), error);
+    dir = base;
+    for (int i = 2; !error && !fs::create_directory(dir, error); ++i) dir = base.string() + "-" + std::to_string(i);
+  } else {
+    fs::create_directories(dir, error);
+  }
+  if (error) {
+    throw ConfigError("report.dir: cannot make the folder " + dir.string() + " (" + error.message() +
+                      "); name one that can be written.");
+  }
+  write_file(dir / "config.json", dump_config(config));
+  return dir.string();
+}
+
+MetricsLog::MetricsLog(const std::string& run_directory, const Config& config)
+    : tokens_per_step_(config.tokens_per_step()),
+      flops_per_token_(flops_per_token(config.model, config.training.seq_length)),
+      ranks_(config.ranks()),
+      path_((std::filesystem::path(run_directory) / "metrics.jsonl").string()),
+      file_(std::fopen(path_.c_str(), "w")) {
+  if (file_ == nullptr) throw Error(ExitCode::kRuntime, "Cannot write " + path_ + "; check the disk and report.dir.");
+}
+
+MetricsLog::~MetricsLog() { std::fclose(file_); }
+
+void MetricsLog::append(const StepRecord& r) {
+  const double tokens_per_second = per_second(tokens_per_step_, r.ms);
+  const Json line{
+      {"event", "step"},
+      {"step", r.step},
+      {"status", status_of(r)},
+      {"loss", finite_or_null(r.loss)},
+      {"grad_norm", finite_or_null(r.grad_norm)},
+      {"lr", r.lr},
+      {"ms", r.ms},
+      {"tokens", tokens_per_step_},
+      {"tokens_per_second", tokens_per_second},
+      {"tokens_per_second_per_rank", tokens_per_second / ranks_},
+      {"model_tflops_per_rank", tokens_per_second * static_cast<double>(flops_per_token_) * 1e-12 / ranks_}};
+  write(line.dump());
+}
+
+void MetricsLog::append(const EvalRecord& r) {
+  const Json line{{"event", "eval"},
+                  {"step", r.step},
+                  {"status", std::isfinite(r.valid_loss) ? "ok" : "non_finite"},
+                  {"valid_loss", finite_or_null(r.valid_loss)},
+                  {"target_tokens", r.target_tokens},
+                  {"ms", r.ms}};
+  write(line.dump());
+}
+
+void MetricsLog::write(const std::string& line) {
+  if (std::fprintf(file_, "%s\n", line.c_str()) < 0 || std::fflush(file_) != 0) {
+    throw Error(ExitCode::kRuntime, "Cannot write " + path_ + "; check the disk.");
+  }
+}
+
+std::string report_json(const RunReport& r) {
+  Json resources = Json::array();
+  for (std::size_t rank = 0; rank < r.ranks.size(); ++rank) {
+    Json one{{"rank", rank}};
+    one.update(json_of(r.ranks[rank]));
+    resources.push_back(one);
+  }
+  Json checks = Json::array();
+  for (const CheckResult& c : r.checks)
+    checks.push_back({{"name", c.name}, {"passed", c.passed}, {"detail", c.detail}});
+  const std::size_t steps = r.rank_step_ms.empty() ? 0 : r.rank_step_ms.front().size();
+  Json root{
+      {"schema_version", kReportSchemaVersion},
+      {"command", r.command},
+      {"status", r.status},
+      {"config", Json::parse(dump_config(r.config))},
+      {"derived", {{"microbatches", r.config.microbatches()}, {"ranks", r.config.ranks()}}},
+      {"environment", Json::parse(environment_json())},
+      {"steps", steps},
+      {"skipped_steps", r.skipped_steps},
+      {"initial", {{"train_loss", optional_number(r.initial_train_loss)}}},
+      {"final",
+       {{"train_loss", optional_number(r.final_train_loss)}, {"valid_loss", optional_number(r.final_valid_loss)}}},
+      {"baselines", nullptr},
+      {"data", {{"train", json_of(r.train_data)}, {"valid", nullptr}}},
+      {"timing", timing_of(r)},
+      {"resources", resources},
+      {"checks", checks}};
+  if (r.baselines) root["baselines"] = {{"bigram", r.baselines->bigram}, {"trigram", r.baselines->trigram}};
+  if (r.valid_data) root["data"]["valid"] = json_of(*r.valid_data);
+  return root.dump(2) + "\n";
+}
+
+void write_report(const std::string& run_directory, const RunReport& report) {
+  write_file(std::filesystem::path(run_directory) / "report.json", report_json(report));
+}
+
+}  // namespace qe
