@@ -1,0 +1,34 @@
+#include "app/pipeline_plan.h"
+
+namespace qe {
+
+RankPlan make_rank_plan(const Config& config) {
+  RankPlan plan;
+  plan.schedule = lower(make_schedule(config.pipeline.schedule, config.shape(), config.pipeline.backward));
+  validate(plan.schedule);
+  const Resources needs = resources(plan.schedule);
+  for (const StageResources& s : needs.stages) {
+    plan.slots.push_back(config.pipeline.tape_slots == TapeSlots::kPeak ? s.peak_slots() : config.microbatches());
+    plan.rings.push_back({s.forward_ring, s.backward_ring});
+  }
+  return plan;
+}
+
+RankConfig make_rank_config(const Config& config) {
+  RankConfig rank;
+  rank.stage = config.stage_config();
+  rank.optimizer = {.beta1 = static_cast<float>(config.optimizer.adam_beta1),
+                    .beta2 = static_cast<float>(config.optimizer.adam_beta2),
+                    .epsilon = static_cast<float>(config.optimizer.adam_eps),
+                    .weight_decay = static_cast<float>(config.optimizer.weight_decay),
+                    .clip_grad = static_cast<float>(config.optimizer.clip_grad),
+                    .moments = config.optimizer.moments_dtype,
+                    .seed = static_cast<std::uint64_t>(config.training.seed)};
+  rank.captured = config.execution.mode == ExecutionMode::kGraph;
+  rank.full_backward = config.pipeline.backward == Backward::kFull;
+  rank.peak_slots = config.pipeline.tape_slots == TapeSlots::kPeak;
+  rank.ranges = cut_into_stages(config.model.num_layers, config.shape().stages(), config.pipeline.layers_per_stage);
+  return rank;
+}
+
+}  // namespace qe

@@ -1,0 +1,14 @@
+// From a config to what a rank is built from: the lowered, validated schedule with slots and rings, and the rank's
+// settings.
+#pragma once
+
+#include "app/config.h"
+#include "core/runtime/pipeline_rank.h"
+
+namespace qe {
+
+// Throws ScheduleError when the shape cannot be done (parse_config has refused it before).
+RankPlan make_rank_plan(const Config&);
+RankConfig make_rank_config(const Config&);
+
+}  // namespace qe

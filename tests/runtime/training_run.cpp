@@ -1,0 +1,67 @@
+#include "tests/runtime/training_run.h"
+
+#include <mutex>
+
+#include "core/random.h"
+#include "kernels/cpu/cpu_ops.h"
+#include "kernels/cpu/thread_transport.h"
+
+namespace qe::testing {
+
+Config test_config(const std::vector<std::string>& overrides) {
+  // Eight layers of hidden 64 and a four-entry amax history: small, and past the history's rollover within one step.
+  return parse_config(R"({
+    "model": {"num_layers": 8, "hidden_size": 64, "ffn_hidden_size": 176, "num_attention_heads": 4, "vocab_size": 257,
+              "max_position_embeddings": 32},
+    "fp8": {"amax_history_len": 4},
+    "training": {"seq_length": 32, "micro_batch_size": 1, "global_batch_size": 4, "lr": 1e-3, "train_iters": 20},
+    "execution": {"backend": "cpu", "mode": "eager"}
+  })",
+                      "test config", overrides);
+}
+
+Batch synthetic_batch(const Config& config, std::uint32_t step) {
+  const auto cells = static_cast<std::size_t>(config.tokens_per_step());
+  const std::uint64_t key = random_key(7, "synthetic tokens");
+  Batch batch;
+  for (std::size_t i = 0; i < cells; ++i) {
+    const RandomWords r = philox(key, step, i);
+    const auto vocab = static_cast<std::uint32_t>(config.model.vocab_size);
+    batch.tokens.push_back(static_cast<std::int32_t>(r.w[0] % vocab));
+    batch.targets.push_back(static_cast<std::int32_t>(r.w[1] % vocab));
+  }
+  return batch;
+}
+
+RunOutcome run_training(const Config& config, const RunOptions& options) {
+  const RankPlan plan = make_rank_plan(config);
+  const RankConfig rank_config = make_rank_config(config);
+  ThreadWorld world(config.pipeline.pipeline_model_parallel_size, 1);
+  RunOutcome outcome;
+  outcome.counts.resize(static_cast<std::size_t>(config.ranks()));
+  std::mutex mutex;
+  run_ranks(world, [&](int rank) {
+    CpuDevice device(options.policy, options.policy_seed + static_cast<std::uint64_t>(rank));
+    CpuOps ops(device);
+    const auto transport = world.connect(rank, device);
+    TraceProbe trace(device);
+    PipelineRank pipeline(device, ops, *transport, rank_config, plan, options.trace ? &trace : nullptr);
+    for (std::uint32_t step = 1; step <= static_cast<std::uint32_t>(options.steps); ++step) {
+      const Batch batch = synthetic_batch(config, step);
+      const StepResult result =
+          pipeline.train_step(batch.tokens, batch.targets, learning_rate(config.training, step), step);
+      if (rank == 0) {
+        outcome.losses.push_back(result.loss_sum);
+        outcome.scalars.push_back(result.scalars);
+      }
+      if (options.after_step) options.after_step(rank, pipeline, step);
+    }
+    transport->barrier(Group::kWorld);
+    const std::lock_guard lock(mutex);
+    outcome.counts[static_cast<std::size_t>(rank)] = pipeline.counts();
+    outcome.trace.insert(trace.records().begin(), trace.records().end());
+  });
+  return outcome;
+}
+
+}  // namespace qe::testing

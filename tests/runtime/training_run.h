@@ -1,0 +1,44 @@
+// Trains a few steps on synthetic tokens, one thread a rank, and returns everything that two runs can be compared by.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "app/config.h"
+#include "app/pipeline_plan.h"
+#include "core/runtime/trace.h"
+#include "kernels/cpu/device.h"
+
+namespace qe::testing {
+
+struct RunOptions {
+  int steps = 6;
+  bool trace = true;
+  DrainPolicy policy = DrainPolicy::kImmediate;
+  std::uint64_t policy_seed = 0;
+  // Called on each rank after each step.
+  std::function<void(int rank, PipelineRank&, std::uint32_t step)> after_step;
+};
+
+struct RunOutcome {
+  TraceRecords trace;          // union over ranks
+  std::vector<double> losses;  // Σ −log p of each step
+  std::vector<OptimizerScalars> scalars;
+  std::vector<ExecutionCounts> counts;  // by rank
+};
+
+// Tokens of one step: below the vocabulary, a function of the step alone.
+struct Batch {
+  std::vector<std::int32_t> tokens, targets;
+};
+Batch synthetic_batch(const Config&, std::uint32_t step);
+
+// The learning rate follows the config's schedule.
+RunOutcome run_training(const Config&, const RunOptions& = {});
+
+// A config from JSON; `overrides` as on the command line.
+Config test_config(const std::vector<std::string>& overrides);
+
+}  // namespace qe::testing
