@@ -70,7 +70,7 @@ std::string to_string(const Action& a) {
   text += text_of(a.kind);
   if (a.kind == ActionKind::kReduceGrad) return text;
   text += std::to_string(to_int(a.microbatch));
-  if (a.count != 1) text += "x" + std::to_string(a.count);
+  if (a.count != 1) text.append("x").append(std::to_string(a.count));
   return text;
 }
 
