@@ -145,7 +145,7 @@ def make_default(scratch: Path) -> tuple[dict[str, str], str, str]:
         train, valid = split_blocks(system_text())
         note = (
             f"The packages {', '.join(PACKAGES)} could not be had ({why}), so this is documentation found on this "
-            "machine: figures in the documentation do not apply to it."
+            "machine: documented figures do not apply to it. Remove the folder to try again."
         )
         return {"system_train.txt": train, "system_valid.txt": valid}, "documentation found on this machine", note
     digests = {name: hashlib.sha256(text.encode("utf-8")).hexdigest() for name, text in texts.items()}

@@ -18,8 +18,8 @@ steps=""
 while [ $# -gt 0 ]; do
   case "$1" in
     --help | -h) usage && exit 0 ;;
-    --text) text=${2:?--text needs a file} && shift 2 ;;
-    --steps) steps=${2:?--steps needs a number} && shift 2 ;;
+    --text) [ $# -ge 2 ] || die "--text needs a file."; text=$2; shift 2 ;;
+    --steps) [ $# -ge 2 ] || die "--steps needs a number."; steps=$2; shift 2 ;;
     *) usage >&2; exit 2 ;;
   esac
 done
@@ -34,7 +34,7 @@ install_missing
 SECONDS=0
 build_preset cpu qeffect
 echo "built in $SECONDS s"
-qeffect="$ROOT/build/cpu/app/qeffect"
+qeffect="$ROOT/build/cpu/qeffect"
 
 say "Making the corpus"
 SECONDS=0
@@ -51,7 +51,9 @@ valid=$(corpus_field valid)
 for name in "$corpus"/*.txt; do
   shard="${name%.txt}.bin"
   if [ ! -f "$shard" ] || [ "$name" -nt "$shard" ]; then
-    "$qeffect" tokenize "$name" "$shard"
+    # Renamed when complete, so that an interrupted call leaves no half shard to be reused.
+    "$qeffect" tokenize --input "$name" --output "$shard.new" --force
+    mv "$shard.new" "$shard"
   fi
 done
 echo "made in $SECONDS s"
@@ -69,10 +71,11 @@ say "Result"
 python3 - "$run/report.json" "$corpus/corpus.json" <<'PY'
 import json, sys
 report, corpus = (json.load(open(path)) for path in sys.argv[1:])
-print("held-out loss in nats per byte (lower is better):")
-for name, loss in corpus["baselines"].items():
-    print(f"  {name + ' counts':<16} {loss:.4f}")
-print(f"  {'this model':<16} {report['final']['valid_loss']:.4f}")
+rows = [(f"{name} counts", report["baselines"][name]) for name in ("bigram", "trigram")] if report["baselines"] else []
+rows.append(("this model", report["final"]["valid_loss"]))
+print("held-out loss in nats per byte, lower is better:")
+for name, loss in rows:
+    print(f"  {name:<16} {'none' if loss is None else format(loss, '.4f')}")
 if corpus["note"]:
     print(f"Note: {corpus['note']}")
 print(f"report: {sys.argv[1]}")

@@ -43,6 +43,7 @@ say "Running $* in it"
 SECONDS=0
 status=0
 # A namespace of its own: when the script ends, every process it left and every mount end too.
+# shellcheck disable=SC2016  # the inner shells expand these
 unshare --mount --pid --fork --kill-child bash -euc '
   bare=$1
   shift
