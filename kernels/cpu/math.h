@@ -17,8 +17,10 @@
 // library call (same bits, many times slower). Needs ifunc, which sanitizers cannot start with.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define QE_CPU_HAS_CLONES 1
 #define QE_CPU_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
+#define QE_CPU_HAS_CLONES 0
 #define QE_CPU_CLONES
 #endif
 // On a helper of such a function: it must be compiled inside each clone.
@@ -30,15 +32,49 @@
 
 namespace qe::cpu {
 
+// True where the clones run with 32 vector registers of 16 floats: a choice of tile sizes, never of bits.
+inline bool has_wide_registers() noexcept {
+#if QE_CPU_HAS_CLONES
+  return __builtin_cpu_supports("x86-64-v4") != 0;
+#else
+  return false;
+#endif
+}
+
 // Sums over an index use this many interleaved accumulators (element i goes to lane i mod kLanes, ascending), combined
 // by sum_lanes. The order is part of the result, so it is fixed for every instruction set.
-inline constexpr int kLanes = 16;
+inline constexpr int kLanes = 32;
 
 QE_CPU_INLINE float sum_lanes(const float* lanes) noexcept {
-  float s[8];
-  for (int i = 0; i < 8; ++i) s[i] = lanes[i] + lanes[i + 8];
-  for (int i = 0; i < 4; ++i) s[i] += s[i + 4];
-  return (s[0] + s[2]) + (s[1] + s[3]);
+  float s[16];
+  for (int i = 0; i < 16; ++i) s[i] = lanes[i] + lanes[i + 16];
+  for (int width = 8; width >= 1; width /= 2) {
+    for (int i = 0; i < width; ++i) s[i] += s[i + width];
+  }
+  return s[0];
+}
+
+// Σ term(i) for i < n; term is inlined.
+template <class Term>
+QE_CPU_INLINE float sum_over(std::int64_t n, Term term) noexcept {
+  float lanes[kLanes] = {};
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) lanes[l] += term(i + l);
+  }
+  for (int l = 0; i + l < n; ++l) lanes[l] += term(i + l);
+  return sum_lanes(lanes);
+}
+
+// Σ a[i] · b[i], each product added by fma.
+QE_CPU_INLINE float dot(const float* a, const float* b, std::int64_t n) noexcept {
+  float lanes[kLanes] = {};
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) lanes[l] = std::fma(a[i + l], b[i + l], lanes[l]);
+  }
+  for (int l = 0; i + l < n; ++l) lanes[l] = std::fma(a[i + l], b[i + l], lanes[l]);
+  return sum_lanes(lanes);
 }
 
 namespace detail {
