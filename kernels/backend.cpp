@@ -3,6 +3,7 @@
 #include "core/error.h"
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cpu/device.h"
+#include "kernels/cpu/mpi_transport.h"
 
 namespace qe {
 
@@ -18,6 +19,12 @@ Backend make_backend(const std::string& name) {
         "cpu");
   }
   throw ConfigError("execution.backend is '" + name + "', which is not a backend; use cpu, cuda or auto");
+}
+
+std::unique_ptr<Transport> make_transport(Device& device, int pipeline, int data, double timeout_s) {
+  auto* cpu = dynamic_cast<CpuDevice*>(&device);
+  QE_EXPECTS(cpu != nullptr, "every device of make_backend has a transport");
+  return make_mpi_transport(*cpu, pipeline, data, timeout_s);
 }
 
 }  // namespace qe

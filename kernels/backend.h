@@ -6,6 +6,7 @@
 
 #include "core/device.h"
 #include "core/ops.h"
+#include "core/transport.h"
 
 namespace qe {
 
@@ -16,5 +17,9 @@ struct Backend {
 
 // "cpu", "cuda" or "auto". Throws ConfigError when the backend was not built in, DeviceError when it has no device.
 Backend make_backend(const std::string& name);
+
+// Messages between the processes of an MPI job, as the device can carry them. Collective, between MPI_Init and
+// MPI_Finalize. Throws ConfigError when the job has not pipeline · data ranks.
+std::unique_ptr<Transport> make_transport(Device&, int pipeline, int data, double timeout_s);
 
 }  // namespace qe

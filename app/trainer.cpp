@@ -1,0 +1,232 @@
+#include "app/trainer.h"
+
+#include <algorithm>
+#include <chrono>
+#include <nlohmann/json.hpp>
+
+#include "app/pipeline_plan.h"
+#include "core/error.h"
+
+namespace qe {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+double ms_since(Clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
+
+DataCounts counts_of(const TokenDataset& d) {
+  return {static_cast<std::int64_t>(d.files().size()), d.tokens(), d.windows(), d.dropped_tokens()};
+}
+
+// What ranks tell rank 0 at the end.
+nlohmann::json to_json(const RankUsage& u, const std::vector<double>& step_ms) {
+  return {{"device", u.device},
+          {"graphs", u.graphs},
+          {"replays", u.replays},
+          {"handoffs", u.handoffs},
+          {"matrix_copies", u.matrix_copies},
+          {"weight_quantize_launches", u.weight_quantize_launches},
+          {"peak_tapes", u.peak_tapes},
+          {"capture_ms", u.capture_ms},
+          {"bytes_by_kind", u.bytes_by_kind},
+          {"peak_bytes", u.peak_bytes},
+          {"end_bytes", u.end_bytes},
+          {"step_ms", step_ms}};
+}
+RankUsage usage_from(const nlohmann::json& j) {
+  RankUsage u;
+  u.device = j.at("device").get<std::string>();
+  u.graphs = j.at("graphs").get<std::int64_t>();
+  u.replays = j.at("replays").get<std::int64_t>();
+  u.handoffs = j.at("handoffs").get<std::int64_t>();
+  u.matrix_copies = j.at("matrix_copies").get<std::int64_t>();
+  u.weight_quantize_launches = j.at("weight_quantize_launches").get<std::int64_t>();
+  u.peak_tapes = j.at("peak_tapes").get<int>();
+  u.capture_ms = j.at("capture_ms").get<double>();
+  u.bytes_by_kind = j.at("bytes_by_kind").get<std::map<std::string, std::int64_t>>();
+  u.peak_bytes = j.at("peak_bytes").get<std::int64_t>();
+  u.end_bytes = j.at("end_bytes").get<std::int64_t>();
+  return u;
+}
+
+}  // namespace
+
+Trainer::Trainer(const Config& config, const std::string& command_line)
+    : config_(config),
+      plan_(make_rank_plan(config)),
+      backend_(make_backend(config.execution.backend)),
+      transport_(make_transport(*backend_.device, config.pipeline.pipeline_model_parallel_size, config.parallel.data,
+                                config.runtime.timeout_s)),
+      train_data_(config.data.train, config.model.vocab_size, config.training.seq_length, "data.train"),
+      sampler_(train_data_.windows(), config.training.global_batch_size,
+               static_cast<std::uint64_t>(config.training.seed)) {
+  agree_on_config();
+  if (!config.data.valid.empty()) {
+    valid_data_.emplace(config.data.valid, config.model.vocab_size, config.training.seq_length, "data.valid");
+  }
+  rank_ = std::make_unique<PipelineRank>(*backend_.device, *backend_.ops, *transport_, make_rank_config(config), plan_,
+                                         nullptr);
+  const auto cells = static_cast<std::size_t>(config.tokens_per_step());
+  tokens_.resize(cells);
+  targets_.resize(cells);
+  report_.command = command_line;
+  report_.config = config;
+  report_.train_data = counts_of(train_data_);
+  if (valid_data_) report_.valid_data = counts_of(*valid_data_);
+}
+
+Trainer::~Trainer() = default;
+
+void Trainer::agree_on_config() const {
+  const std::vector<std::string> all = transport_->exchange(dump_config(config_), Group::kWorld);
+  const auto other = std::find_if(all.begin(), all.end(), [&](const std::string& c) { return c != all.front(); });
+  if (other == all.end()) return;
+  throw ConfigError("Rank " + std::to_string(other - all.begin()) +
+                    " resolved another config than rank 0; give every rank the same file and --set options.");
+}
+
+void Trainer::open_run() {
+  if (!leads()) return;
+  run_directory_ = make_run_directory(config_);
+  metrics_ = std::make_unique<MetricsLog>(run_directory_, config_);
+  progress_ = std::make_unique<Progress>(config_);
+  progress_->note("run folder " + run_directory_ + " | " + std::to_string(config_.ranks()) + " rank(s), schedule " +
+                  name_of(config_.pipeline.schedule) + ", " + std::to_string(config_.microbatches()) +
+                  " microbatches a step | " + backend_.device->description());
+}
+
+void Trainer::run() {
+  open_run();
+  const auto steps = static_cast<std::uint32_t>(config_.training.train_iters);
+  try {
+    for (std::uint32_t step = 1; step <= steps; ++step) {
+      train_step(step);
+      const std::int64_t interval = config_.training.eval_interval;
+      if (valid_data_ && interval > 0 && step % interval == 0 && step != steps) log_evaluation(step);
+    }
+    if (valid_data_) log_evaluation(steps);
+    if (valid_data_ && leads()) {
+      const std::int64_t windows = config_.training.eval_iters * config_.training.micro_batch_size;
+      report_.baselines = ngram_baseline(train_data_, *valid_data_, config_.model.vocab_size, windows);
+    }
+  } catch (const NonFiniteError&) {
+    report_.status = "failed";
+    fill_report();
+    throw;
+  }
+  fill_report();
+}
+
+void Trainer::train_step(std::uint32_t step) {
+  fill_rows(train_data_, sampler_.next(), tokens_, targets_);
+  const double lr = learning_rate(config_.training, step);
+  const auto start = Clock::now();
+  const StepResult result = rank_->train_step(tokens_, targets_, lr, step);
+  step_ms_.push_back(ms_since(start));
+
+  const double loss = result.loss_sum / static_cast<double>(config_.tokens_per_step());
+  if (!report_.initial_train_loss) report_.initial_train_loss = loss;
+  report_.final_train_loss = loss;
+  const bool skipped = result.scalars.skip != 0;
+  if (leads()) {
+    const StepRecord record{step, loss, static_cast<double>(result.scalars.norm), lr, step_ms_.back(), skipped};
+    metrics_->append(record);
+    progress_->step(record);
+  }
+  if (skipped) {
+    handle_skip(step, result.scalars);
+  } else {
+    consecutive_skips_ = 0;
+  }
+}
+
+void Trainer::handle_skip(std::uint32_t step, const OptimizerScalars& scalars) {
+  ++report_.skipped_steps;
+  ++consecutive_skips_;
+  const std::string tensor =
+      scalars.first_bad < 0 ? "the global norm" : "the gradient of " + rank_->model_parameter(scalars.first_bad).name;
+  const std::string what = "Step " + std::to_string(step) + ": " + tensor + " is not finite";
+  if (config_.training.on_nonfinite == NonFinitePolicy::kStop) {
+    throw NonFiniteError(
+        what + "; weights are those before the step. Lower training.lr, or set training.on_nonfinite " + "to skip.");
+  }
+  if (consecutive_skips_ > config_.training.max_skipped) {
+    throw NonFiniteError(what + " and " + std::to_string(consecutive_skips_) +
+                         " steps in a row were skipped, more than training.max_skipped; lower training.lr.");
+  }
+  if (leads()) progress_->note(what + "; the step is skipped.");
+}
+
+double Trainer::evaluate(const TokenDataset& data) {
+  const Evaluation pass(data, config_.training.micro_batch_size, config_.training.eval_iters);
+  const auto row = static_cast<std::size_t>(config_.training.micro_batch_size) *
+                   static_cast<std::size_t>(config_.training.seq_length);
+  double sum = 0.0;
+  for (std::int64_t first = 0; first < pass.microbatches(); first += config_.microbatches()) {
+    const auto count = static_cast<int>(std::min<std::int64_t>(config_.microbatches(), pass.microbatches() - first));
+    for (int m = 0; m < count; ++m) {
+      const std::size_t at = static_cast<std::size_t>(m) * row;
+      pass.fill(first + m, std::span(tokens_).subspan(at, row), std::span(targets_).subspan(at, row));
+    }
+    sum += rank_->evaluate(tokens_, targets_, count);
+  }
+  return sum / static_cast<double>(pass.target_tokens());
+}
+
+void Trainer::log_evaluation(std::int64_t step) {
+  const auto start = Clock::now();
+  const double loss = evaluate(*valid_data_);
+  report_.final_valid_loss = loss;
+  if (!leads()) return;
+  const Evaluation pass(*valid_data_, config_.training.micro_batch_size, config_.training.eval_iters);
+  const EvalRecord record{step, loss, pass.target_tokens(), ms_since(start)};
+  metrics_->append(record);
+  progress_->eval(record);
+}
+
+RankUsage Trainer::usage() const {
+  const ExecutionCounts counts = rank_->counts();
+  RankUsage u;
+  u.device = backend_.device->description();
+  u.graphs = counts.graphs;
+  u.replays = static_cast<std::int64_t>(counts.replays);
+  u.handoffs = static_cast<std::int64_t>(counts.handoffs);
+  u.matrix_copies = static_cast<std::int64_t>(counts.matrix_copies);
+  u.weight_quantize_launches = static_cast<std::int64_t>(counts.weight_quantize_launches);
+  u.capture_ms = rank_->capture_seconds() * 1e3;
+  const auto pipeline_rank = static_cast<std::size_t>(transport_->rank(Group::kPipeline));
+  u.peak_tapes = resources(plan_.schedule).ranks.at(pipeline_rank).peak_tapes;
+  const auto bytes = backend_.device->memory_by_kind();
+  for (std::size_t k = 0; k < bytes.size(); ++k) {
+    u.bytes_by_kind[name_of(static_cast<MemoryKind>(k))] = static_cast<std::int64_t>(bytes[k]);
+    u.end_bytes += static_cast<std::int64_t>(bytes[k]);
+  }
+  u.peak_bytes = static_cast<std::int64_t>(backend_.device->memory_peak());
+  return u;
+}
+
+void Trainer::fill_report() {
+  rank_->contract().require_quiescent();
+  const std::vector<std::string> all = transport_->exchange(to_json(usage(), step_ms_).dump(), Group::kWorld);
+  if (!leads()) return;
+  progress_->finish();
+  bool graphs_as_planned = true;
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    const nlohmann::json j = nlohmann::json::parse(all[r]);
+    report_.ranks.push_back(usage_from(j));
+    report_.rank_step_ms.push_back(j.at("step_ms").get<std::vector<double>>());
+    const int pipeline_rank = static_cast<int>(r) % config_.pipeline.pipeline_model_parallel_size;
+    const bool peak = config_.pipeline.tape_slots == TapeSlots::kPeak;
+    const int planned =
+        config_.execution.mode == ExecutionMode::kGraph ? graph_count(plan_.schedule, pipeline_rank, peak).total() : 0;
+    graphs_as_planned = graphs_as_planned && report_.ranks.back().graphs == planned;
+  }
+  report_.checks.push_back({"graphs captured as planned", graphs_as_planned, ""});
+  report_.checks.push_back({"quiescent at the end", true, ""});
+  write_report(run_directory_, report_);
+  progress_->note("report " + run_directory_ + "/report.json");
+}
+
+}  // namespace qe

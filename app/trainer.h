@@ -1,0 +1,59 @@
+// One rank's run from first step to report: data, step loop, evaluation, logs. Owns everything below it, in destruction
+// order. The command line and MPI_Init are main's, arithmetic and contract are core's.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "app/config.h"
+#include "app/data/batch_sampler.h"
+#include "app/data/token_dataset.h"
+#include "app/progress.h"
+#include "app/report.h"
+#include "core/runtime/pipeline_rank.h"
+#include "kernels/backend.h"
+
+namespace qe {
+
+class Trainer {
+ public:
+  // Collective over the job. Throws ConfigError when ranks do not have the same config, DataError for unusable data.
+  Trainer(const Config&, const std::string& command_line);
+  ~Trainer();
+
+  // Trains config.training.train_iters steps, evaluates, writes the report. Throws NonFiniteError on every rank alike
+  // when the policy says stop; the report then says failed.
+  void run();
+
+ private:
+  void agree_on_config() const;
+  void open_run();
+  void train_step(std::uint32_t step);
+  void handle_skip(std::uint32_t step, const OptimizerScalars&);
+  double evaluate(const TokenDataset&);
+  void log_evaluation(std::int64_t step);
+  void fill_report();
+  [[nodiscard]] RankUsage usage() const;
+  [[nodiscard]] bool leads() const { return transport_->rank(Group::kWorld) == 0; }
+
+  Config config_;
+  RankPlan plan_;
+  Backend backend_;
+  std::unique_ptr<Transport> transport_;
+  TokenDataset train_data_;
+  std::optional<TokenDataset> valid_data_;
+  BatchSampler sampler_;
+  std::unique_ptr<PipelineRank> rank_;
+  std::vector<std::int32_t> tokens_, targets_;  // [M, T]
+  std::vector<double> step_ms_;
+  int consecutive_skips_ = 0;
+  RunReport report_;
+  // Rank 0 only.
+  std::string run_directory_;
+  std::unique_ptr<MetricsLog> metrics_;
+  std::unique_ptr<Progress> progress_;
+};
+
+}  // namespace qe
