@@ -179,9 +179,9 @@ class ReduceItem final : public GatherItem {
 
 }  // namespace
 
-DeviceError size_mismatch(int rank, const std::string& what, std::size_t found, std::size_t expected) {
-  return DeviceError("rank " + std::to_string(rank) + ": " + what + " carries " + std::to_string(found) +
-                     " bytes where " + std::to_string(expected) +
+DeviceError size_mismatch(int rank, const std::string& what, const std::string& found, std::size_t expected) {
+  return DeviceError("rank " + std::to_string(rank) + ": " + what + " carries " + found + " bytes where " +
+                     std::to_string(expected) +
                      " are expected, so the two ranks run different lists or shapes; give every rank the same config");
 }
 

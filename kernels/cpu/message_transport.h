@@ -51,8 +51,8 @@ class Wire {
   virtual std::unique_ptr<Receive> expect(const Address& from, void* data, std::size_t bytes, std::string what) = 0;
 };
 
-// What a wire throws when a message does not fit.
-DeviceError size_mismatch(int rank, const std::string& what, std::size_t found, std::size_t expected);
+// What a wire throws when a message does not fit; `found` is a number or "more than" one.
+DeviceError size_mismatch(int rank, const std::string& what, const std::string& found, std::size_t expected);
 
 // What every member of a group sends to every other.
 struct GatherArgs {

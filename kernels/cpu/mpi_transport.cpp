@@ -80,14 +80,15 @@ class MpiReceive final : public Receive {
       int flag = 0;
       MPI_Status status;
       const int code = MPI_Test(&requests_[arrived_], &flag, &status);
-      if (code != MPI_SUCCESS && is_truncation(code)) throw size_mismatch(rank_, what_, received_ + kPiece, bytes_);
+      if (code != MPI_SUCCESS && is_truncation(code))
+        throw size_mismatch(rank_, what_, "more than " + std::to_string(bytes_), bytes_);
       QE_MPI_CHECK(code);
       if (flag == 0) return false;
       int count = 0;
       QE_MPI_CHECK(MPI_Get_count(&status, MPI_BYTE, &count));
       received_ += static_cast<std::size_t>(count);
     }
-    if (received_ != bytes_) throw size_mismatch(rank_, what_, received_, bytes_);
+    if (received_ != bytes_) throw size_mismatch(rank_, what_, std::to_string(received_), bytes_);
     return true;
   }
 

@@ -86,7 +86,7 @@ class ThreadWire final : public Wire {
         payload = std::move(found->second);
         state_->mail.erase(found);
       }
-      if (payload.size() != bytes_) throw size_mismatch(slot_.to, what_, payload.size(), bytes_);
+      if (payload.size() != bytes_) throw size_mismatch(slot_.to, what_, std::to_string(payload.size()), bytes_);
       if (bytes_ != 0) std::memcpy(data_, payload.data(), bytes_);
       return true;
     }
