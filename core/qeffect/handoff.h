@@ -8,13 +8,14 @@
 
 namespace qe {
 
-// The graph stream waits for the caller's position, the caller waits for the tail of the call: eager and captured
-// alike.
+// The graph stream waits for the caller's position, the caller for the tail of the call: eager and captured alike.
 class Handoff {
  public:
   Handoff(Device&, Stream& caller, Stream& graph);
-  void enter();                                                          // before the call: graph waits for caller
-  void leave();                                                          // after the call: caller waits for graph
+  // Before the call: graph waits for caller.
+  void enter();
+  // After the call: caller waits for graph.
+  void leave();
   [[nodiscard]] std::uint64_t count() const noexcept { return count_; }  // enter and leave, one each
 
  private:

@@ -255,7 +255,6 @@ void QEffect::rebuild() {
   }
   for (StageContract& s : state_->stages) s.rebuild();
   state_->aborted = false;
-  state_->aborted_by.reset();
 }
 
 // --- tapes ---

@@ -18,6 +18,11 @@ TEST_CASE("an occupied slot is never taken from its tape") {
   CHECK(r.expected == "slot 0 free");
   CHECK(r.found == "slot 0 held by epoch 0, stage 0, microbatch 0, unit 0, invocation 0 in generation 1");
 
+  // The tape is named even while a send still reads the slot's output: the slot's owner comes first.
+  q.begin_use({StageIndex{0}, BoundaryKind::kOutput, 0}, parse_action("0SEND_F0"));
+  CHECK(refused_begin(q, "0F2").relation == Violation::kOwnership);
+  q.complete_uses();
+
   CHECK(q.find(key(0, 0, 0)).generation == 1);
   run(q, "0W0 0F2 0I1 0W1 0I2 0W2");
   finish(q, 3);
@@ -99,6 +104,8 @@ TEST_CASE("a microbatch of the last step is unknown in this one") {
   const ViolationReport r = refused_begin(q, "0I0");
   CHECK(r.relation == Violation::kLookup);
   CHECK(r.key == "epoch 1, stage 0, microbatch 0, unit 0, invocation 0");
+  CHECK(r.ref.empty());
+  CHECK(r.found == "no such forward in this step");
   refresh(q);
   run(q, "0F0");
   CHECK(refused([&] { (void)q.find(key(0, 0, 0)); }).found == "none");
