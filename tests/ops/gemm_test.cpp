@@ -1,0 +1,260 @@
+// gemm against sums written out in double: exact where the operands are small integers, whatever the backend.
+#include <cmath>
+#include <vector>
+
+#include "tests/ops/ops_fixture.h"
+
+using namespace qe;
+using namespace qe::test;
+
+namespace {
+
+struct Problem {
+  std::int64_t m, n, k;
+};
+
+struct Layout {
+  DType a, b;
+  bool a_transposed = false, b_transposed = false;
+  std::int64_t pad = 0;  // elements between rows
+};
+
+// Integer operands of one GEMM and their exact products.
+struct Operands {
+  Operands(DeviceArrays& d, const Problem& p, const Layout& l) : problem(p) {
+    a_values = integers(p.m * p.k, 1, 4);
+    b_values = integers(p.n * p.k, 2, 4);
+    args.a = upload(d, l.a, a_values, p.m, p.k, l.a_transposed, l.pad);
+    args.b = upload(d, l.b, b_values, p.n, p.k, l.b_transposed, l.pad);
+    args.a_transposed = l.a_transposed;
+    args.b_transposed = l.b_transposed;
+    if (is_fp8(l.a)) args.a_scale_inv = d.matrix(DType::kF32, 1, 1, filled(1, 1.0f));
+    if (is_fp8(l.b)) args.b_scale_inv = d.matrix(DType::kF32, 1, 1, filled(1, 1.0f));
+  }
+  static Tensor upload(DeviceArrays& d, DType type, const std::vector<float>& values, std::int64_t rows,
+                       std::int64_t depth, bool transposed, std::int64_t pad) {
+    const std::int64_t r = transposed ? depth : rows, c = transposed ? rows : depth;
+    std::vector<float> laid(values);
+    for (std::int64_t i = 0; transposed && i < rows; ++i) {
+      for (std::int64_t p = 0; p < depth; ++p) {
+        laid[static_cast<std::size_t>(p * rows + i)] = values[static_cast<std::size_t>(i * depth + p)];
+      }
+    }
+    return d.matrix(type, r, c, laid, pad == 0 ? 0 : c + pad);
+  }
+  // Σ of a·b over [first, last) of k.
+  [[nodiscard]] double product(std::int64_t i, std::int64_t j, std::int64_t first, std::int64_t last) const {
+    double sum = 0;
+    for (std::int64_t p = first; p < last; ++p) {
+      sum += double{a_values[static_cast<std::size_t>(i * problem.k + p)]} *
+             double{b_values[static_cast<std::size_t>(j * problem.k + p)]};
+    }
+    return sum;
+  }
+  [[nodiscard]] std::vector<double> products() const {
+    std::vector<double> all;
+    for (std::int64_t i = 0; i < problem.m; ++i) {
+      for (std::int64_t j = 0; j < problem.n; ++j) all.push_back(product(i, j, 0, problem.k));
+    }
+    return all;
+  }
+
+  Problem problem;
+  std::vector<float> a_values, b_values;
+  GemmArgs args;
+};
+
+// Exact values rounded once into the type.
+std::vector<float> rounded(DType type, const std::vector<double>& values) {
+  std::vector<float> out;
+  for (const double v : values)
+    out.push_back(type == DType::kBF16 ? round_bf16(static_cast<float>(v)) : static_cast<float>(v));
+  return out;
+}
+
+void require_exact_product(DeviceArrays& d, const Problem& p, const Layout& l, DType result) {
+  INFO(name_of(l.a) << " " << name_of(l.b) << " transposed " << l.a_transposed << l.b_transposed << " pad " << l.pad
+                    << " m " << p.m << " n " << p.n << " k " << p.k);
+  Operands o(d, p, l);
+  o.args.d = d.matrix(result, p.m, p.n, filled(p.m * p.n, kNaN), p.n + l.pad + 1);
+  d.ops().gemm(d.stream(), o.args);
+  REQUIRE(d.get(o.args.d) == rounded(result, o.products()));
+  REQUIRE(d.padding_intact(o.args.d));
+}
+
+}  // namespace
+
+TEST_CASE("gemm of FP8 integers is exact for every pair of formats") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const DType a : {DType::kE4M3, DType::kE5M2}) {
+      for (const DType b : {DType::kE4M3, DType::kE5M2}) {
+        if (a == DType::kE5M2 && b == DType::kE5M2) continue;  // the recipe has no such pair, Hopper neither
+        require_exact_product(d, {48, 80, 112}, {a, b}, DType::kF32);
+        require_exact_product(d, {64, 32, 304}, {a, b, false, false, 16}, DType::kBF16);
+      }
+    }
+  });
+}
+
+TEST_CASE("gemm of BF16 and FP32 integers is exact in every layout, size and pitch") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const DType type : {DType::kBF16, DType::kF32}) {
+      for (const Problem& p : {Problem{48, 80, 112}, Problem{1, 1, 1}, Problem{33, 31, 17}, Problem{5, 70, 300}}) {
+        for (const bool at : {false, true}) {
+          for (const bool bt : {false, true}) {
+            require_exact_product(d, p, {type, type, at, bt, 0}, DType::kF32);
+            require_exact_product(d, p, {type, type, at, bt, 8}, DType::kBF16);
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST_CASE("gemm adds residual and bias before its one rounding") {
+  on_every_backend([](DeviceArrays& d) {
+    const Problem p{48, 80, 112};
+    for (const DType type : {DType::kE4M3, DType::kBF16, DType::kF32}) {
+      const DType activation = type == DType::kF32 ? DType::kF32 : DType::kBF16;
+      Operands o(d, p, {type, type});
+      const std::vector<float> residual = integers(p.m * p.n, 3, 200);
+      std::vector<float> bias = integers(p.n, 4, 100);
+      for (float& v : bias) v *= 0.015625f;
+      o.args.residual = d.matrix(activation, p.m, p.n, residual, p.n + 8);
+      o.args.bias = d.matrix(activation, 1, p.n, bias);
+      o.args.d = d.matrix(activation, p.m, p.n, filled(p.m * p.n, kNaN));
+      d.ops().gemm(d.stream(), o.args);
+      std::vector<double> want = o.products();
+      for (std::size_t i = 0; i < want.size(); ++i) want[i] += residual[i] + bias[i % bias.size()];
+      REQUIRE(d.get(o.args.d) == rounded(activation, want));
+    }
+  });
+}
+
+TEST_CASE("gemm may write over its residual") {
+  on_every_backend([](DeviceArrays& d) {
+    const Problem p{48, 80, 112};
+    Operands o(d, p, {DType::kBF16, DType::kBF16});
+    const std::vector<float> residual = integers(p.m * p.n, 3, 200);
+    o.args.d = d.matrix(DType::kBF16, p.m, p.n, residual);
+    o.args.residual = o.args.d;
+    d.ops().gemm(d.stream(), o.args);
+    std::vector<double> want = o.products();
+    for (std::size_t i = 0; i < want.size(); ++i) want[i] += residual[i];
+    REQUIRE(d.get(o.args.d) == rounded(DType::kBF16, want));
+  });
+}
+
+TEST_CASE("gemm accumulates onto D with D's own rounding") {
+  on_every_backend([](DeviceArrays& d) {
+    const Problem p{48, 80, 112};
+    for (const DType result : {DType::kF32, DType::kBF16}) {
+      Operands o(d, p, {DType::kE4M3, DType::kE4M3});
+      const std::vector<float> before = integers(p.m * p.n, 5, 250);
+      o.args.d = d.matrix(result, p.m, p.n, before);
+      o.args.accumulate = true;
+      d.ops().gemm(d.stream(), o.args);
+      std::vector<double> want = o.products();
+      for (std::size_t i = 0; i < want.size(); ++i) want[i] += before[i];
+      REQUIRE(d.get(o.args.d) == rounded(result, want));
+    }
+  });
+}
+
+TEST_CASE("gemm scales by the product of the two inverse scales") {
+  on_every_backend([](DeviceArrays& d) {
+    const Problem p{48, 80, 112};
+    const float a_scale = 0.3f, b_scale = 1.7f;
+    Operands o(d, p, {DType::kE4M3, DType::kE5M2});
+    o.args.a_scale_inv = d.matrix(DType::kF32, 1, 1, filled(1, a_scale));
+    o.args.b_scale_inv = d.matrix(DType::kF32, 1, 1, filled(1, b_scale));
+    o.args.d = d.matrix(DType::kF32, p.m, p.n, filled(p.m * p.n, kNaN));
+    d.ops().gemm(d.stream(), o.args);
+    std::vector<double> want = o.products();
+    for (double& v : want) v *= double{a_scale} * double{b_scale};
+    require_close(d.get(o.args.d), want, 0, 3 * 0x1p-24);  // the product of the scales and one of the sum are rounded
+  });
+}
+
+TEST_CASE("gemm gives each block of K its own scales") {
+  DeviceArrays d("cpu");
+  const int blocks = 3;
+  const Problem p{48, 80, 3 * 272};
+  const std::vector<float> a_scale{1.0f, 0.5f, 4.0f}, b_scale{2.0f, 0.25f, 1.0f};
+  Operands o(d, p, {DType::kE4M3, DType::kE5M2});
+  const auto scales = [&d](const std::vector<float>& values) {
+    const Tensor t = d.matrix(DType::kF32, blocks, 1, filled(blocks, 0.0f), kScalePitch);
+    d.set(t, values);
+    return t;
+  };
+  o.args.a_scale_inv = scales(a_scale);
+  o.args.b_scale_inv = scales(b_scale);
+  o.args.d = d.matrix(DType::kF32, p.m, p.n, filled(p.m * p.n, kNaN));
+  d.ops().gemm(d.stream(), o.args);
+  std::vector<float> want;
+  for (std::int64_t i = 0; i < p.m; ++i) {
+    for (std::int64_t j = 0; j < p.n; ++j) {
+      double y = 0;
+      for (int g = 0; g < blocks; ++g) {
+        const auto at = static_cast<std::size_t>(g);
+        y += o.product(i, j, g * p.k / blocks, (g + 1) * p.k / blocks) * double{a_scale[at]} * double{b_scale[at]};
+      }
+      want.push_back(static_cast<float>(y));
+    }
+  }
+  REQUIRE(d.get(o.args.d) == want);
+}
+
+TEST_CASE("the CPU gemm sums in index order with fma, to the bit") {
+  DeviceArrays d("cpu");
+  const Problem p{37, 45, 530};
+  const std::vector<float> a = uniform(p.m * p.k, 6), b = uniform(p.n * p.k, 7);
+  GemmArgs args;
+  args.a = d.matrix(DType::kF32, p.m, p.k, a);
+  args.b = d.matrix(DType::kF32, p.n, p.k, b);
+  args.d = d.matrix(DType::kF32, p.m, p.n, filled(p.m * p.n, kNaN));
+  d.ops().gemm(d.stream(), args);
+  std::vector<float> want;
+  for (std::int64_t i = 0; i < p.m; ++i) {
+    for (std::int64_t j = 0; j < p.n; ++j) {
+      float sum = 0;
+      for (std::int64_t q = 0; q < p.k; ++q) {
+        sum = std::fma(a[static_cast<std::size_t>(i * p.k + q)], b[static_cast<std::size_t>(j * p.k + q)], sum);
+      }
+      want.push_back(sum);
+    }
+  }
+  REQUIRE(d.get(args.d) == want);
+}
+
+TEST_CASE("gemm gives the same bytes in every call") {
+  on_every_backend([](DeviceArrays& d) {
+    const Problem p{48, 80, 112};
+    GemmArgs args;
+    args.a = d.matrix(DType::kBF16, p.m, p.k, uniform(p.m * p.k, 8));
+    args.b = d.matrix(DType::kBF16, p.n, p.k, uniform(p.n * p.k, 9));
+    args.d = d.matrix(DType::kF32, p.m, p.n, filled(p.m * p.n, kNaN));
+    d.ops().gemm(d.stream(), args);
+    const std::vector<float> first = d.get(args.d);
+    d.set(args.d, filled(p.m * p.n, kNaN));
+    d.ops().gemm(d.stream(), args);
+    REQUIRE(d.get(args.d) == first);
+  });
+}
+
+TEST_CASE("the CPU gemm refuses shapes and layouts that do not fit") {
+  DeviceArrays d("cpu");
+  Operands o(d, {16, 16, 32}, {DType::kE4M3, DType::kE4M3});
+  o.args.d = d.matrix(DType::kF32, 16, 16);
+  SECTION("an FP8 operand stored transposed") {
+    o.args.a = d.matrix(DType::kE4M3, 32, 16);
+    o.args.a_transposed = true;
+  }
+  SECTION("an FP8 operand without a scale") { o.args.b_scale_inv = {}; }
+  SECTION("a D of another width") { o.args.d = d.matrix(DType::kF32, 16, 24); }
+  SECTION("accumulate with a bias") {
+    o.args.accumulate = true;
+    o.args.bias = d.matrix(DType::kBF16, 1, 16);
+  }
+  REQUIRE_THROWS_AS(d.ops().gemm(d.stream(), o.args), std::logic_error);
+}
