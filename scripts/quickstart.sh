@@ -63,7 +63,10 @@ say "Training on two ranks; the run's folder is $run"
 export_mpi_environment
 SECONDS=0
 settings=(--set "data.train=$corpus/$train.bin" --set "data.valid=$corpus/$valid.bin" --set "report.dir=$run")
-if [ -n "$steps" ]; then settings+=(--set "training.train_iters=$steps"); fi
+if [ -n "$steps" ]; then
+  # The warm-up keeps its share of the run.
+  settings+=(--set "training.train_iters=$steps" --set "training.lr_warmup_iters=$((steps / 12))")
+fi
 mpirun -n 2 "$qeffect" train --config configs/quickstart.json "${settings[@]}"
 echo "trained in $SECONDS s"
 
