@@ -84,6 +84,12 @@ def include_faults(name: str, text: str) -> list[str]:
     return faults
 
 
+def is_introduced_by_header(path: Path) -> bool:
+    """A source is introduced by the header of its name, or by its folder's (schedules/schedules.h)."""
+    own, folders = path.with_suffix(".h"), path.parent / (path.parent.name + ".h")
+    return path.suffix in (".cpp", ".cu") and (own.exists() or folders.exists())
+
+
 def source_faults(name: str, text: str) -> list[str]:
     faults = include_faults(name, text)
     if name != "kernels/backend.cpp" and BACKEND_SWITCH.search(text):
@@ -92,8 +98,7 @@ def source_faults(name: str, text: str) -> list[str]:
         faults.append(f"{name}: reads an environment variable of our own: make it a config key")
     if Path(name).name in ("common.h", "utils.h"):
         faults.append(f"{name}: a header is named after what it holds")
-    # A source with a header of its own is introduced there.
-    if not text.startswith("//") and not (name.endswith(".cpp") and (ROOT / name).with_suffix(".h").exists()):
+    if not text.startswith("//") and not is_introduced_by_header(ROOT / name):
         faults.append(f"{name}: opens without a comment on what it owns and what it does not")
     return faults
 
