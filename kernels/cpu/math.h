@@ -78,6 +78,16 @@ QE_CPU_INLINE float dot(const float* a, const float* b, std::int64_t n) noexcept
 }
 
 namespace detail {
+// condition ? a : b with both computed. The conditional operator lets GCC move a's or b's arithmetic into a branch,
+// which without masked instructions keeps a loop from vectorising.
+QE_CPU_INLINE std::uint32_t select(bool condition, std::uint32_t a, std::uint32_t b) noexcept {
+  const std::uint32_t mask = 0u - static_cast<std::uint32_t>(condition);
+  return (a & mask) | (b & ~mask);
+}
+QE_CPU_INLINE float select(bool condition, float a, float b) noexcept {
+  return std::bit_cast<float>(select(condition, std::bit_cast<std::uint32_t>(a), std::bit_cast<std::uint32_t>(b)));
+}
+
 inline constexpr float kRoundToInteger =
     12582912.0f;  // 1.5 · 2^23: adding it leaves the nearest integer in the low bits
 
@@ -112,24 +122,24 @@ QE_CPU_INLINE float exp(float x) noexcept {
   const detail::Reduced e = detail::reduce_exp(c);
   const std::int32_t half = e.n >> 1;  // 2^n in two factors: one would leave the exponent range
   const float y = (e.expm1 + 1.0f) * detail::power_of_two(half) * detail::power_of_two(e.n - half);
-  return x != x ? x : y;
+  return detail::select(x != x, x, y);
 }
 
 // Within 2 ulp; tanh(±0) = ±0, subnormals exact, ±1 from |x| = 9.02 on.
 QE_CPU_INLINE float tanh(float x) noexcept {
   const float a = std::fabs(x);
-  const float c = a < 10.0f ? a : 10.0f;
+  const float c = detail::select(a < 10.0f, a, 10.0f);
   const detail::Reduced e = detail::reduce_exp(2.0f * c);
   const float s = detail::power_of_two(e.n);
   const float m = std::fma(s, e.expm1, s - 1.0f);  // e^2|x| − 1: small |x| keeps its relative precision
   const float y = std::copysign(m / (m + 2.0f), x);
-  return x != x ? x : y;
+  return detail::select(x != x, x, y);
 }
 
 // Natural logarithm within 1 ulp, subnormal arguments too; log(±0) = −Inf, log(Inf) = Inf, negative or NaN gives NaN.
 QE_CPU_INLINE float log(float x) noexcept {
   const bool tiny = x < std::numeric_limits<float>::min();
-  const auto bits = std::bit_cast<std::int32_t>(tiny ? x * 8388608.0f : x);
+  const auto bits = std::bit_cast<std::int32_t>(detail::select(tiny, x * 8388608.0f, x));
   // Mantissa in [sqrt(1/2), sqrt(2)): 0x3f3504f3 is sqrt(1/2).
   const std::int32_t n = (bits - 0x3f3504f3) >> 23;
   const float f = std::bit_cast<float>(bits - static_cast<std::int32_t>(static_cast<std::uint32_t>(n) << 23)) - 1.0f;
@@ -142,14 +152,14 @@ QE_CPU_INLINE float log(float x) noexcept {
   p = std::fma(p, f, 2.0000714765e-1f);
   p = std::fma(p, f, -2.4999993993e-1f);
   p = std::fma(p, f, 3.3333331174e-1f);
-  const float e = static_cast<float>(n - (tiny ? 23 : 0));
+  const float e = static_cast<float>(n - 23 * static_cast<std::int32_t>(tiny));
   const float f2 = f * f;
   float y = std::fma(p * f, f2, e * -2.12194440e-4f);
   y = std::fma(f2, -0.5f, y);
   y = std::fma(e, 0.693359375f, f + y);
-  y = x == std::numeric_limits<float>::infinity() ? x : y;
-  y = x == 0.0f ? -std::numeric_limits<float>::infinity() : y;
-  return x >= 0.0f ? y : std::numeric_limits<float>::quiet_NaN();
+  y = detail::select(x == std::numeric_limits<float>::infinity(), x, y);
+  y = detail::select(x == 0.0f, -std::numeric_limits<float>::infinity(), y);
+  return detail::select(x >= 0.0f, y, std::numeric_limits<float>::quiet_NaN());
 }
 
 QE_CPU_INLINE float sqrt(float x) noexcept { return std::sqrt(x); }

@@ -57,8 +57,8 @@ QE_CPU_INLINE std::uint8_t encode_without_branch(float v) noexcept {
                                (static_cast<std::uint32_t>(127 - kBias) << kMantissa);
   const std::uint32_t subnormal =
       std::bit_cast<std::uint32_t>(std::bit_cast<float>(u) + kSubnormal) - std::bit_cast<std::uint32_t>(kSubnormal);
-  const std::uint32_t code = (u < kMinNormal ? subnormal : normal) | ((bits >> 31) << 7);
-  return static_cast<std::uint8_t>(magnitude > 0x7f800000u ? 0x7fu : code);
+  const std::uint32_t code = select(u < kMinNormal, subnormal, normal) | ((bits >> 31) << 7);
+  return static_cast<std::uint8_t>(select(magnitude > 0x7f800000u, 0x7fu, code));
 }
 QE_CPU_INLINE std::uint8_t encode_e4m3_row(float v) noexcept { return encode_without_branch<3, 7, 0x43e00000u>(v); }
 QE_CPU_INLINE std::uint8_t encode_e5m2_row(float v) noexcept { return encode_without_branch<2, 15, 0x47600000u>(v); }
