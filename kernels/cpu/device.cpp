@@ -2,6 +2,8 @@
 // so recording costs nothing and leaves nothing behind; a wait is passed once the other queue has passed that position.
 #include "kernels/cpu/device.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -24,6 +26,11 @@ constexpr auto kNap = std::chrono::microseconds(50);
 
 using Clock = std::chrono::steady_clock;
 using Work = std::function<void()>;
+
+// Bytes of the machine. Linux promises more and kills who uses it.
+std::size_t host_memory() {
+  return static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+}
 
 double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
 
@@ -130,7 +137,8 @@ Buffer CpuDevice::allocate(std::size_t bytes, MemoryKind kind) {
   QE_EXPECTS(capture_ == nullptr, "memory cannot be allocated inside a capture");
   if (bytes == 0) return Buffer(*this, nullptr, 0, kind);
   const std::size_t padded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-  void* data = padded < bytes ? nullptr : std::aligned_alloc(kAlignment, padded);
+  const bool fits = padded >= bytes && padded <= host_memory() - std::min(total_, host_memory());
+  void* data = fits ? std::aligned_alloc(kAlignment, padded) : nullptr;
   if (data == nullptr) {
     throw DeviceError(owner_ + ": the host has no " + std::to_string(bytes) + " bytes left for " + name_of(kind) +
                       " (held now: " + std::to_string(total_) + " bytes); use a smaller model or fewer microbatches");
