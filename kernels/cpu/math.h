@@ -14,7 +14,8 @@
 #include <limits>
 
 // On a function with a hot loop: compiled once per instruction set, chosen at load. Without an FMA target std::fma is a
-// library call (same bits, many times slower). Needs ifunc, which sanitizers cannot start with.
+// library call (same bits, many times slower). Needs ifunc, which sanitizers cannot start with. Clang does not compile
+// the helpers inside its clones; a build with it wants -march=x86-64-v3.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define QE_CPU_HAS_CLONES 1
@@ -35,7 +36,7 @@ namespace qe::cpu {
 // True where the clones run with 32 vector registers of 16 floats: a choice of tile sizes, never of bits.
 inline bool has_wide_registers() noexcept {
 #if QE_CPU_HAS_CLONES
-  return __builtin_cpu_supports("x86-64-v4") != 0;
+  return __builtin_cpu_supports("avx512vl") != 0;
 #else
   return false;
 #endif
@@ -139,10 +140,10 @@ QE_CPU_INLINE float tanh(float x) noexcept {
 // Natural logarithm within 1 ulp, subnormal arguments too; log(±0) = −Inf, log(Inf) = Inf, negative or NaN gives NaN.
 QE_CPU_INLINE float log(float x) noexcept {
   const bool tiny = x < std::numeric_limits<float>::min();
-  const auto bits = std::bit_cast<std::int32_t>(detail::select(tiny, x * 8388608.0f, x));
+  const auto bits = std::bit_cast<std::uint32_t>(detail::select(tiny, x * 8388608.0f, x));
   // Mantissa in [sqrt(1/2), sqrt(2)): 0x3f3504f3 is sqrt(1/2).
-  const std::int32_t n = (bits - 0x3f3504f3) >> 23;
-  const float f = std::bit_cast<float>(bits - static_cast<std::int32_t>(static_cast<std::uint32_t>(n) << 23)) - 1.0f;
+  const std::int32_t n = static_cast<std::int32_t>(bits - 0x3f3504f3u) >> 23;
+  const float f = std::bit_cast<float>(bits - (static_cast<std::uint32_t>(n) << 23)) - 1.0f;
   float p = 7.0376836292e-2f;
   p = std::fma(p, f, -1.1514610310e-1f);
   p = std::fma(p, f, 1.1676998740e-1f);

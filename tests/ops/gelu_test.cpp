@@ -37,7 +37,7 @@ constexpr double kAbsolute = 4e-6;
 void require_forward(DeviceArrays& d, const Case& c) {
   INFO(name_of(c.activation) << " to " << name_of(c.result) << " " << c.rows << "x" << c.cols);
   const std::vector<float> u = inputs(c);
-  OperandUnderTest out(d, c.result, c.rows, c.cols, 6.25f, 0.125f, c.pad);
+  OperandUnderTest out(d, c.result, c.rows, c.cols, 6.25f, c.pad == 0 ? 0.125f : 100.0f, c.pad);
   d.ops().gelu_quantize(d.stream(), {d.matrix(c.activation, c.rows, c.cols, u, c.pad == 0 ? 0 : c.cols + c.pad),
                                      out.operand, out.quantizer});
   std::vector<double> want;
@@ -51,7 +51,7 @@ void require_backward(DeviceArrays& d, const Case& c) {
   const std::int64_t pitch = c.pad == 0 ? 0 : c.cols + c.pad;
   const std::vector<float> u = inputs(c);
   const std::vector<float> dy = stored_as(c.activation, uniform(c.rows * c.cols, 2)), before = uniform(c.cols, 3);
-  OperandUnderTest out(d, c.result, c.rows, c.cols, 6.25f, 0.125f, c.pad);
+  OperandUnderTest out(d, c.result, c.rows, c.cols, 6.25f, c.pad == 0 ? 0.125f : 100.0f, c.pad);
   const Tensor grad_bias = d.matrix(DType::kF32, 1, c.cols, before);
   d.ops().gelu_backward_quantize_bias(
       d.stream(), {d.matrix(c.activation, c.rows, c.cols, u, pitch), d.matrix(c.activation, c.rows, c.cols, dy, pitch),

@@ -67,7 +67,7 @@ inline double rounding_of(DType type) {
 struct OperandUnderTest {
   OperandUnderTest(DeviceArrays& d, DType type, std::int64_t rows, std::int64_t cols, float scale_value,
                    float amax_value, std::int64_t pad = 0)
-      : scale(scale_value) {
+      : scale(scale_value), amax_before(amax_value) {
     const auto pitch = [pad](std::int64_t n) { return pad == 0 ? 0 : n + pad; };
     operand.rowwise = d.matrix(type, rows, cols, filled(rows * cols, kNaN), pitch(cols));
     if (!is_fp8(type)) return;
@@ -83,7 +83,7 @@ struct OperandUnderTest {
     std::vector<float> got = d.get(operand.rowwise);
     if (is_fp8(type)) {
       for (float& v : got) v /= scale;
-      absolute += std::ldexp(type == DType::kE4M3 ? 0x1p-10 : 0x1p-17, 0) / scale;  // half a subnormal step
+      absolute += (type == DType::kE4M3 ? 0x1p-10 : 0x1p-17) / scale;  // half a subnormal step
     }
     require_close(got, want, absolute, relative + rounding_of(type));
     if (!is_fp8(type)) return;
@@ -96,7 +96,7 @@ struct OperandUnderTest {
       }
     }
     REQUIRE(d.get(operand.scale_inv) == std::vector<float>{1.0f / scale});
-    double largest = 0;
+    double largest = amax_before;
     for (const double v : want) largest = std::max(largest, std::abs(v));
     require_close(d.read(amax, 1), {largest}, absolute, relative + 1e-6);
   }
@@ -104,6 +104,7 @@ struct OperandUnderTest {
   Operand operand;
   Quantizer quantizer;
   float scale;
+  float amax_before;  // kept when it is larger than every new value
   float* amax = nullptr;
 };
 
