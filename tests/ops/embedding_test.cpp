@@ -1,0 +1,99 @@
+// Embedding forward and backward with inputs whose sums are exact, or whose order of summation shows.
+#include <vector>
+
+#include "core/random.h"
+#include "tests/ops/device_arrays.h"
+
+using namespace qe;
+using qe::test::DeviceArrays;
+using qe::test::on_every_backend;
+
+namespace {
+constexpr float kBig = 16777216.0f;  // 2^24: adding 1 to it changes nothing
+}
+
+TEST_CASE("a row is its token's plus its position's, summed in FP32 and rounded once") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const DType type : {DType::kBF16, DType::kF32}) {
+      // Two microbatches of two sequences of two tokens; the second microbatch is read.
+      const auto* tokens = d.array<std::int32_t>({9, 9, 9, 9, 2, 0, 1, 2});
+      const auto* microbatch = d.array<std::int32_t>({1});
+      const Tensor table = d.matrix(type, 10, 2, {1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, 4);
+      const Tensor positions = d.matrix(DType::kF32, 3, 2, {0x1p-9f, 0.25f, 0.5f, 0x1p-20f, 99, 99});
+      const Tensor out = d.matrix(type, 4, 2, 8);
+      d.ops().embedding_forward(d.stream(), {tokens, microbatch, 2, table, positions, out});
+      std::vector<float> want = {5 + 0x1p-9f, 6.25f, 1.5f, 2 + 0x1p-20f, 3 + 0x1p-9f, 4.25f, 5.5f, 6 + 0x1p-20f};
+      if (type == DType::kBF16) {
+        for (float& v : want) v = round_bf16(v);
+      }
+      CHECK(d.get(out) == want);
+      CHECK(d.padding_intact(out));
+    }
+  });
+}
+
+TEST_CASE("token and position gradients add every row of the current microbatch") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const DType type : {DType::kBF16, DType::kF32}) {
+      const auto* tokens = d.array<std::int32_t>({4, 4, 4, 4, 2, 0, 2, 2});
+      const auto* microbatch = d.array<std::int32_t>({1});
+      const Tensor grad = d.matrix(type, 4, 2, {1, 10, 2, 20, 4, 40, 8, 80}, 4);
+      const Tensor token = d.matrix(DType::kF32, 5, 2, std::vector<float>(10, 100.0f));
+      const Tensor position = d.matrix(DType::kF32, 3, 2, std::vector<float>(6, 1000.0f));
+      d.ops().embedding_backward(d.stream(), {tokens, microbatch, 2, grad, token, position});
+      CHECK(d.get(token) == std::vector<float>{102, 120, 100, 100, 113, 230, 100, 100, 100, 100});
+      CHECK(d.get(position) == std::vector<float>{1005, 1050, 1010, 1100, 1000, 1000});
+    }
+  });
+}
+
+TEST_CASE("the rows of one id are summed in token order before they meet the main gradient") {
+  on_every_backend([](DeviceArrays& d) {
+    const auto* microbatch = d.array<std::int32_t>({0});
+    const Tensor position = d.matrix(DType::kF32, 4, 1);
+    // Two ones first become two, which a main gradient of 2^24 can hold; one by one they would vanish.
+    const auto* same = d.array<std::int32_t>({1, 0, 1, 0});
+    const Tensor token = d.matrix(DType::kF32, 2, 1, {0, kBig});
+    const Tensor ones = d.matrix(DType::kF32, 4, 1, {1, 0, 1, 0});
+    d.ops().embedding_backward(d.stream(), {same, microbatch, 4, ones, token, position});
+    CHECK(d.get(token) == std::vector<float>{0, kBig + 2});
+    // In token order the one is lost; in any other it is not.
+    const Tensor then_back = d.matrix(DType::kF32, 4, 1, {kBig, 1, -kBig, 0});
+    const auto* three = d.array<std::int32_t>({0, 0, 0, 1});
+    d.set(token, {0, 0});
+    d.ops().embedding_backward(d.stream(), {three, microbatch, 4, then_back, token, position});
+    CHECK(d.get(token)[0] == 0.0f);
+  });
+}
+
+TEST_CASE("all tokens equal: the gradient is the same in every one of 20 runs and close to the exact sum") {
+  on_every_backend([](DeviceArrays& d) {
+    constexpr std::int64_t kTokens = 64, kHidden = 32;
+    std::vector<float> rows(kTokens * kHidden);
+    std::vector<double> want(kHidden, 0.0);
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      rows[i] = round_bf16(static_cast<float>(philox(3, 0, i).w[0]) * 0x1p-32f - 0.5f);
+      want[i % kHidden] += rows[i];
+    }
+    const auto* tokens = d.array(std::vector<std::int32_t>(kTokens, 3));
+    const auto* microbatch = d.array<std::int32_t>({0});
+    const Tensor grad = d.matrix(DType::kBF16, kTokens, kHidden, rows);
+    const Tensor token = d.matrix(DType::kF32, 8, kHidden), position = d.matrix(DType::kF32, 32, kHidden);
+    std::vector<float> first_token, first_position;
+    for (int run = 0; run < 20; ++run) {
+      d.set(token, std::vector<float>(8 * kHidden, 0.0f));
+      d.set(position, std::vector<float>(32 * kHidden, 0.0f));
+      d.ops().embedding_backward(d.stream(), {tokens, microbatch, 32, grad, token, position});
+      if (run == 0) {
+        first_token = d.get(token);
+        first_position = d.get(position);
+      }
+      REQUIRE(d.get(token) == first_token);
+      REQUIRE(d.get(position) == first_position);
+    }
+    for (std::size_t c = 0; c < kHidden; ++c) {
+      CHECK(std::abs(first_token[3 * kHidden + c] - want[c]) < 1e-5);
+      CHECK(first_token[2 * kHidden + c] == 0.0f);
+    }
+  });
+}

@@ -1,0 +1,273 @@
+// gradient_norm, clip_factor and adamw against oracles in double and against exact values.
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "core/adamw_rule.h"
+#include "tests/ops/device_arrays.h"
+
+using namespace qe;
+using qe::test::DeviceArrays;
+using qe::test::on_every_backend;
+
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr AdamWArgs kHyper{{}, nullptr, 0.9f, 0.95f, 1e-8f, 0.1f, 42};
+
+std::vector<float> random_values(std::size_t n, std::uint64_t stream, float magnitude) {
+  std::vector<float> values(n);
+  for (std::size_t i = 0; i < n; ++i) {
+    values[i] = magnitude * (static_cast<float>(philox(stream, 7, i).w[0]) * 0x1p-31f - 1.0f);
+  }
+  return values;
+}
+
+struct Norm {
+  float squares, bad;
+};
+Norm norm_of(DeviceArrays& d, const Tensor& gradient, const std::vector<Tensor>& microbatch = {}) {
+  float* squares = d.array<float>({-1.0f, -1.0f, -1.0f});
+  float* bad = d.array<float>({-1.0f, -1.0f, -1.0f});
+  d.ops().gradient_norm(d.stream(), {{{gradient, microbatch, 1}}, squares, bad});
+  const std::vector<float> s = d.read(squares, 3), b = d.read(bad, 3);
+  CHECK((s[0] == -1.0f && s[2] == -1.0f && b[0] == -1.0f && b[2] == -1.0f));  // other parameters' cells
+  return {s[1], b[1]};
+}
+
+OptimizerScalars scalars_at(std::uint32_t step, float learning_rate, float beta1 = 0.9f, float beta2 = 0.95f) {
+  OptimizerScalars s{};
+  s.learning_rate = learning_rate;
+  s.bias_correction1 = static_cast<float>(1.0 - std::pow(static_cast<double>(beta1), step));
+  s.bias_correction2 = static_cast<float>(1.0 - std::pow(static_cast<double>(beta2), step));
+  s.step = step;
+  s.clip = 1.0f;
+  return s;
+}
+
+// A parameter with its moments and gradient on the device.
+struct Parameter {
+  AdamWItem item;
+  Parameter(DeviceArrays& d, Shape shape, DType moments, bool decay, std::int64_t pad = 0) {
+    const auto matrix = [&](DType type) { return d.matrix(type, shape.rows, shape.cols, pad ? shape.cols + pad : 0); };
+    item = {matrix(DType::kF32), matrix(DType::kF32), matrix(moments), matrix(moments), 5, decay, false};
+  }
+};
+void update(DeviceArrays& d, const std::vector<AdamWItem>& items, const OptimizerScalars& scalars,
+            AdamWArgs hyper = kHyper) {
+  hyper.items = items;
+  hyper.scalars = d.array<OptimizerScalars>({scalars});
+  d.ops().adamw(d.stream(), hyper);
+}
+
+}  // namespace
+
+TEST_CASE("a parameter's sum of squares is exact where it can be and assigned, not added") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const DType type : {DType::kF32, DType::kBF16}) {
+      for (const Shape shape : {Shape{1, 1}, Shape{3, 5}, Shape{1, 16}, Shape{7, 33}, Shape{5, 3000}}) {
+        std::vector<float> g(static_cast<std::size_t>(shape.elements()));
+        double want = 0.0;
+        for (std::size_t i = 0; i < g.size(); ++i) {
+          g[i] = static_cast<float>(static_cast<int>(i % 9) - 4);
+          want += g[i] * g[i];
+        }
+        const Norm n = norm_of(d, d.matrix(type, shape.rows, shape.cols, g));
+        CHECK(n.squares == static_cast<float>(want));
+        CHECK(n.bad == 0.0f);
+      }
+    }
+  });
+}
+
+TEST_CASE("the tree of a parameter's sum depends on its shape, not on its row pitch") {
+  on_every_backend([](DeviceArrays& d) {
+    const std::vector<float> g = random_values(37 * 1111, 1, 1.0f);
+    const Norm tight = norm_of(d, d.matrix(DType::kF32, 37, 1111, g));
+    const Norm wide = norm_of(d, d.matrix(DType::kF32, 37, 1111, g, 1200));
+    CHECK(tight.squares == wide.squares);
+    double want = 0.0;
+    for (const float v : g) want += static_cast<double>(v) * v;
+    CHECK(std::abs(tight.squares - want) < 1e-6 * want);
+  });
+}
+
+TEST_CASE("microbatch views are summed in index order into the main gradient, whose norm is taken") {
+  on_every_backend([](DeviceArrays& d) {
+    // 2^24 + 1 + 1 − 2^24 in FP32, in this order: 0. Any other order gives 1 or 2.
+    const float big = 16777216.0f;
+    const Tensor gradient = d.matrix(DType::kF32, 1, 3, {9, 9, 9}, 8);
+    const std::vector<Tensor> views = {d.matrix(DType::kBF16, 1, 3, {big, 1, 2}, 16),
+                                       d.matrix(DType::kBF16, 1, 3, {1, 1, 2}), d.matrix(DType::kBF16, 1, 3, {1, 1, 2}),
+                                       d.matrix(DType::kBF16, 1, 3, {-big, 1, 2})};
+    const Norm n = norm_of(d, gradient, views);
+    CHECK(d.get(gradient) == std::vector<float>{0, 4, 8});
+    CHECK(n.squares == 80.0f);
+    CHECK(d.padding_intact(gradient));
+  });
+}
+
+TEST_CASE("one NaN or Inf anywhere marks the parameter bad") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const float poison : {kNaN, kInf, -kInf}) {
+      for (const std::size_t at : {0u, 15u, 1030u, 2098u}) {
+        std::vector<float> g(3 * 700, 1.0f);
+        g[at] = poison;
+        CHECK(norm_of(d, d.matrix(DType::kF32, 3, 700, g)).bad == 1.0f);
+        CHECK(norm_of(d, d.matrix(DType::kBF16, 3, 700, g)).bad == 1.0f);
+        const Tensor sum = d.matrix(DType::kF32, 3, 700);
+        CHECK(norm_of(d, sum, {d.matrix(DType::kBF16, 3, 700, g)}).bad == 1.0f);
+      }
+    }
+  });
+}
+
+TEST_CASE("the clip factor is min(1, max_norm / (norm + 1e-6)) and 1 without clipping") {
+  on_every_backend([](DeviceArrays& d) {
+    const auto clip = [&](const std::vector<float>& squares, const std::vector<float>& bad, float max_norm) {
+      OptimizerScalars s{};
+      s.step = 7;
+      auto* scalars = d.array<OptimizerScalars>({s});
+      d.ops().clip_factor(
+          d.stream(), {d.array(squares), d.array(bad), static_cast<std::int64_t>(squares.size()), max_norm, scalars});
+      return d.read(scalars, 1)[0];
+    };
+    const std::vector<float> fine(3, 0.0f);
+    const OptimizerScalars large = clip({9.0f, 0.0f, 16.0f}, fine, 1.0f);
+    CHECK(large.norm == 5.0f);
+    CHECK(large.clip == 1.0f / (5.0f + 1e-6f));
+    CHECK(large.skip == 0);
+    CHECK(large.first_bad == -1);
+    CHECK(large.step == 7);
+    CHECK(clip({9.0f, 0.0f, 16.0f}, fine, 6.0f).clip == 1.0f);
+    CHECK(clip({9.0f, 0.0f, 16.0f}, fine, 0.0f).clip == 1.0f);
+    CHECK(clip({0.0f, 0.0f, 0.0f}, fine, 1.0f).clip == 1.0f);
+    // Below FP32's last place the partials still count: their sum is taken in double.
+    CHECK(clip({16777216.0f, 1.0f, 1.0f}, fine, 0.0f).norm == static_cast<float>(std::sqrt(16777218.0)));
+
+    const OptimizerScalars bad = clip({1.0f, kNaN, kInf}, {0.0f, 1.0f, 1.0f}, 1.0f);
+    CHECK(bad.skip == 1);
+    CHECK(bad.clip == 0.0f);
+    CHECK(bad.first_bad == 1);
+    CHECK(!std::isfinite(bad.norm));
+    // Every gradient finite, but a sum of squares that is not: that parameter is named.
+    const OptimizerScalars overflow = clip({1.0f, 1.0f, kInf}, fine, 1.0f);
+    CHECK(overflow.skip == 1);
+    CHECK(overflow.first_bad == 2);
+    CHECK(overflow.norm == kInf);
+  });
+}
+
+TEST_CASE("one element moves to the exact values of the written formula") {
+  struct Case {
+    float w, m, v, g, clip, bias1, bias2;
+    bool decay;
+    float want_w, want_m, want_v;  // computed with rational numbers, rounded after every operation
+  };
+  const Case cases[] = {
+      {1.7f, 0.0f, 0.0f, 0.3f, 1.0f, 0.1f, 0.05f, true, 0x1.b31c32p0f, 0x1.eb8528p-6f, 0x1.26e98p-8f},
+      {-0.02f, 1e-3f, 4e-6f, -7e-3f, 0.25f, 0.271f, 0.142625f, true, -0x1.4a2af8p-6f, 0x1.7c1bdap-11f, 0x1.094a2cp-18f},
+      {0.5f, -0.3f, 0.2f, 1e-20f, 0.6f, 1.0f, 1.0f, false, 0x1.00185cp-1f, -0x1.147ae2p-2f, 0x1.851eb8p-3f},
+  };
+  on_every_backend([&](DeviceArrays& d) {
+    for (const Case& c : cases) {
+      const Parameter p(d, {1, 1}, DType::kF32, c.decay);
+      d.set(p.item.master, {c.w});
+      d.set(p.item.moment1, {c.m});
+      d.set(p.item.moment2, {c.v});
+      d.set(p.item.gradient, {c.g});
+      OptimizerScalars s = scalars_at(1, 3e-4f);
+      s.clip = c.clip;
+      s.bias_correction1 = c.bias1;
+      s.bias_correction2 = c.bias2;
+      update(d, {p.item}, s);
+      CHECK(d.get(p.item.master)[0] == c.want_w);
+      CHECK(d.get(p.item.moment1)[0] == c.want_m);
+      CHECK(d.get(p.item.moment2)[0] == c.want_v);
+    }
+  });
+}
+
+TEST_CASE("ten steps of AdamW follow an oracle in double, decay on matrices only") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const bool decay : {true, false}) {
+      constexpr std::size_t kCount = 9 * 300;
+      const Parameter p(d, {9, 300}, DType::kF32, decay, 20);
+      const std::vector<float> start = random_values(kCount, 2, 1.0f);
+      d.set(p.item.master, start);
+      std::vector<double> w(start.begin(), start.end()), m(kCount, 0.0), v(kCount, 0.0);
+      const double b1 = 0.9f, b2 = 0.95f, lr = 0.01f, wd = 0.1f, eps = 1e-8f;
+      for (std::uint32_t step = 1; step <= 10; ++step) {
+        const std::vector<float> g = random_values(kCount, 100 + step, 0.02f);
+        d.set(p.item.gradient, g);
+        OptimizerScalars s = scalars_at(step, 0.01f);
+        s.clip = 0.5f;
+        update(d, {p.item}, s);
+        for (std::size_t i = 0; i < kCount; ++i) {
+          const double clipped = g[i] * 0.5;
+          m[i] = b1 * m[i] + (1 - b1) * clipped;
+          v[i] = b2 * v[i] + (1 - b2) * clipped * clipped;
+          if (decay) w[i] -= lr * wd * w[i];
+          w[i] -= lr * (m[i] / (1 - std::pow(b1, step))) / (std::sqrt(v[i] / (1 - std::pow(b2, step))) + eps);
+        }
+      }
+      const std::vector<float> got = d.get(p.item.master), gm = d.get(p.item.moment1), gv = d.get(p.item.moment2);
+      for (std::size_t i = 0; i < kCount; ++i) {
+        REQUIRE(std::abs(got[i] - w[i]) < 2e-6);
+        REQUIRE(std::abs(gm[i] - m[i]) < 1e-8);
+        REQUIRE(std::abs(gv[i] - v[i]) < 1e-6 * v[i]);
+      }
+      CHECK(d.padding_intact(p.item.master));
+      CHECK(d.padding_intact(p.item.moment2));
+    }
+  });
+}
+
+TEST_CASE("a skipped step clears the vectors' gradients and changes nothing else") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const DType moments : {DType::kF32, DType::kBF16}) {
+      Parameter matrix(d, {4, 8}, moments, true), vector(d, {1, 8}, moments, false);
+      vector.item.zero_gradient = true;
+      for (const Tensor& t : {matrix.item.master, matrix.item.gradient, matrix.item.moment1, matrix.item.moment2}) {
+        d.set(t, std::vector<float>(32, 0.5f));
+      }
+      for (const Tensor& t : {vector.item.master, vector.item.moment1, vector.item.moment2}) {
+        d.set(t, std::vector<float>(8, 0.5f));
+      }
+      d.set(vector.item.gradient, std::vector<float>(8, kNaN));
+      OptimizerScalars s = scalars_at(3, 0.1f);
+      s.skip = 1;
+      s.clip = 0.0f;
+      update(d, {matrix.item, vector.item}, s);
+      for (const Tensor& t : {matrix.item.master, matrix.item.gradient, matrix.item.moment1, matrix.item.moment2}) {
+        CHECK(d.get(t) == std::vector<float>(32, 0.5f));
+      }
+      for (const Tensor& t : {vector.item.master, vector.item.moment1, vector.item.moment2}) {
+        CHECK(d.get(t) == std::vector<float>(8, 0.5f));
+      }
+      CHECK(d.get(vector.item.gradient) == std::vector<float>(8, 0.0f));
+
+      d.set(vector.item.gradient, std::vector<float>(8, 1.0f));
+      s.skip = 0;
+      s.clip = 1.0f;
+      update(d, {matrix.item, vector.item}, s);
+      CHECK(d.get(vector.item.gradient) == std::vector<float>(8, 0.0f));
+      CHECK(d.get(matrix.item.gradient) == std::vector<float>(32, 0.5f));
+      CHECK(d.get(vector.item.master)[0] < 0.5f);
+    }
+  });
+}
+
+TEST_CASE("a BF16 main gradient gives the update of its FP32 value") {
+  on_every_backend([](DeviceArrays& d) {
+    Parameter wide(d, {3, 7}, DType::kF32, true), narrow(d, {3, 7}, DType::kF32, true);
+    narrow.item.gradient = d.matrix(DType::kBF16, 3, 7, 8);
+    std::vector<float> g = random_values(21, 6, 1.0f);
+    for (float& v : g) v = round_bf16(v);
+    d.set(wide.item.gradient, g);
+    d.set(narrow.item.gradient, g);
+    update(d, {wide.item, narrow.item}, scalars_at(1, 0.1f));
+    CHECK(d.get(wide.item.master) == d.get(narrow.item.master));
+  });
+}
