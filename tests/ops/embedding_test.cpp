@@ -66,6 +66,24 @@ TEST_CASE("the rows of one id are summed in token order before they meet the mai
   });
 }
 
+TEST_CASE("an id with many rows keeps their token order") {
+  on_every_backend([](DeviceArrays& d) {
+    // Ids alternate 5, 2, 5, 2, …; the rows of each rise so steeply that another order gives another sum.
+    constexpr std::size_t kTokens = 256;
+    std::vector<std::int32_t> ids(kTokens);
+    std::vector<float> rows(kTokens), want(8, 0.0f);
+    for (std::size_t i = 0; i < kTokens; ++i) {
+      ids[i] = i % 2 == 0 ? 5 : 2;
+      rows[i] = (static_cast<float>(philox(4, 0, i).w[0]) * 0x1p-32f + 1.0f) * static_cast<float>(1 + i * i);
+      want[static_cast<std::size_t>(ids[i])] += rows[i];
+    }
+    const Tensor token = d.matrix(DType::kF32, 8, 1), position = d.matrix(DType::kF32, 256, 1);
+    d.ops().embedding_backward(d.stream(), {d.array(ids), d.array<std::int32_t>({0}), 256,
+                                            d.matrix(DType::kF32, kTokens, 1, rows), token, position});
+    CHECK(d.get(token) == want);
+  });
+}
+
 TEST_CASE("all tokens equal: the gradient is the same in every one of 20 runs and close to the exact sum") {
   on_every_backend([](DeviceArrays& d) {
     constexpr std::int64_t kTokens = 64, kHidden = 32;
