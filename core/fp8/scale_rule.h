@@ -30,7 +30,8 @@ QE_HD inline float update_slot(float* history, int length, float scale, DType fo
   if (current == 0.0f) return scale;
   float m = current;
   if (algorithm == AmaxAlgorithm::kMax) {
-    for (int i = 1; i < length; ++i) m = std::fmax(m, history[i]);
+    m = current > 0.0f ? current : 0.0f;  // amaxes are never negative, so a NaN can count as 0
+    for (int i = 1; i < length; ++i) m = history[i] > m ? history[i] : m;
   }
   for (int i = 1; i + 1 < length; ++i) history[i] = history[i + 1];
   if (length > 1) history[length - 1] = current;
