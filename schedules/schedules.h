@@ -27,13 +27,14 @@ Schedule make_zbv(const PipelineShape&);               // semantics.md 3.3
 // Any of them; kFull drops every W and turns I into B at its place (design.md 5).
 Schedule make_schedule(ScheduleKind, const PipelineShape&, Backward);
 
-// Adds SEND/RECV and REDUCE_GRAD so that order cannot deadlock (semantics.md 3.1). Throws ScheduleError when no rank can
-// go on, with the grid.
+// Adds SEND/RECV and REDUCE_GRAD so that order cannot deadlock (semantics.md 3.1). Throws ScheduleError when no rank
+// can go on, with the grid.
 Schedule lower(const Schedule& compute);
 
 // Proves: every F, I, W (or F, B) exactly once per stage and microbatch, on the stage's rank; dependencies; F, I and W
-// ascending per stage; messages matched, in one order at both ends of each directed edge; no cycle; one REDUCE_GRAD a stage
-// after its last W. Throws ScheduleError naming rank, position and action, with the rank × step grid and the cell marked.
+// ascending per stage; messages matched, in one order at both ends of each directed edge; no cycle; one REDUCE_GRAD a
+// stage after its last W. Throws ScheduleError naming rank, position and action, with the rank × step grid and the cell
+// marked.
 void validate(const Schedule& lowered);
 
 // The rank × step grid; the cell (rank, position), if given, is followed by "<-- ERROR HERE".
@@ -41,10 +42,13 @@ std::string format_grid(const Schedule&, int error_rank = -1, int error_position
 
 // What a lowered schedule needs before anything runs (design.md 4 and 6).
 struct StageResources {
-  int peak_tapes = 0;       // live from F until the last consumer
-  int peak_pending_w = 0;   // I done, W not
-  int forward_ring = 0;     // depth of the receive ring of the stage's input; 0: no message
-  int backward_ring = 0;    // the same of its output gradient
+  int peak_tapes = 0;      // live from F until the last consumer
+  int peak_pending_w = 0;  // I done, W not
+  int forward_ring = 0;    // depth of the receive ring of the stage's input; 0: no message
+  int backward_ring = 0;   // the same of its output gradient
+  int w_group = 1;         // microbatches of its largest W
+  // Tape slots when they follow the peak: rounded up so that a W's microbatches are adjacent slots.
+  [[nodiscard]] int peak_slots() const noexcept { return (peak_tapes + w_group - 1) / w_group * w_group; }
 };
 struct RankResources {
   int peak_tapes = 0;
@@ -61,7 +65,8 @@ Resources resources(const Schedule& lowered);
 // Which actions are W not directly preceded in the list by their own I (the paper's "delayed dW"), per rank.
 std::vector<int> delayed_weight_grads(const Schedule&);
 
-// CUDA graphs of one rank (design.md 4): 3 (full: 2) per slot, 1 refresh a stage, and with peak slots 1 first-write a stage.
+// CUDA graphs of one rank (design.md 4): 3 (full: 2) per slot, 1 refresh a stage, and with peak slots 1 first-write a
+// stage.
 struct GraphCount {
   int compute = 0;
   int first_write = 0;

@@ -1,0 +1,100 @@
+// Which schedules exist, which shapes they can do, and the one door that makes any of them.
+// Owns no order of actions: each maker has its own file.
+#include "schedules/schedules.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+
+namespace qe {
+namespace {
+
+int chunks_allowed(ScheduleKind kind) {  // 0: any
+  switch (kind) {
+    case ScheduleKind::k1F1B:
+      return 1;
+    case ScheduleKind::kInterleaved1F1B:
+      return 0;
+    case ScheduleKind::kZbv:
+      return 2;
+  }
+  return 0;
+}
+
+bool has_equal_rounds(int ranks, int microbatches) { return microbatches % std::max(1, microbatches / ranks) == 0; }
+
+// "4", or "4 or 6" when both are as near. M = 1 always has equal rounds, so the search ends.
+std::string nearest_with_equal_rounds(int ranks, int microbatches) {
+  for (int distance = 1;; ++distance) {
+    const int below = microbatches - distance;
+    const int above = microbatches + distance;
+    const bool below_works = below >= 1 && has_equal_rounds(ranks, below);
+    const bool above_works = has_equal_rounds(ranks, above);
+    if (below_works && above_works) return std::to_string(below) + " or " + std::to_string(above);
+    if (below_works || above_works) return std::to_string(below_works ? below : above);
+  }
+}
+
+void fuse_backward(Schedule& schedule) {
+  for (auto& list : schedule.actions) {
+    std::erase_if(list, [](const Action& a) { return a.kind == ActionKind::kWeightGrad; });
+    for (Action& action : list) {
+      if (action.kind == ActionKind::kInputGrad) action.kind = ActionKind::kFullBackward;
+    }
+  }
+}
+
+Schedule make_split(ScheduleKind kind, const PipelineShape& shape) {
+  switch (kind) {
+    case ScheduleKind::k1F1B:
+      return make_1f1b(shape);
+    case ScheduleKind::kInterleaved1F1B:
+      return make_interleaved_1f1b(shape);
+    case ScheduleKind::kZbv:
+      return make_zbv(shape);
+  }
+  throw ScheduleError("There is no schedule kind number " + std::to_string(static_cast<int>(kind)) + ".");
+}
+
+}  // namespace
+
+const char* name_of(ScheduleKind kind) noexcept {
+  switch (kind) {
+    case ScheduleKind::k1F1B:
+      return "1f1b";
+    case ScheduleKind::kInterleaved1F1B:
+      return "interleaved_1f1b";
+    case ScheduleKind::kZbv:
+      return "zbv";
+  }
+  return "unknown";
+}
+
+std::string why_not(ScheduleKind kind, const PipelineShape& shape) {
+  const std::string name = name_of(kind);
+  if (shape.ranks < 1)
+    return name + " needs at least 1 rank, found " + std::to_string(shape.ranks) + "; use 1 or more.";
+  if (shape.microbatches < 1) {
+    return name + " needs at least 1 microbatch, found " + std::to_string(shape.microbatches) + "; use 1 or more.";
+  }
+  const int chunks = chunks_allowed(kind);
+  if (shape.chunks_per_rank < 1 || (chunks != 0 && shape.chunks_per_rank != chunks)) {
+    return name + " needs " + (chunks == 0 ? "at least 1 chunk" : "exactly " + std::to_string(chunks) + " chunk") +
+           (chunks == 2 ? "s" : "") + " per rank, found " + std::to_string(shape.chunks_per_rank) + "; use " +
+           std::to_string(std::max(1, chunks)) + ".";
+  }
+  if (kind == ScheduleKind::kInterleaved1F1B && !has_equal_rounds(shape.ranks, shape.microbatches)) {
+    return name + " cannot divide " + std::to_string(shape.microbatches) + " microbatches into " +
+           std::to_string(shape.microbatches / shape.ranks) + " equal rounds on " + std::to_string(shape.ranks) +
+           " ranks; use " + nearest_with_equal_rounds(shape.ranks, shape.microbatches) + " microbatches.";
+  }
+  return "";
+}
+
+Schedule make_schedule(ScheduleKind kind, const PipelineShape& shape, Backward backward) {
+  Schedule schedule = make_split(kind, shape);
+  if (backward == Backward::kFull) fuse_backward(schedule);
+  return schedule;
+}
+
+}  // namespace qe
