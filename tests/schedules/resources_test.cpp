@@ -157,20 +157,22 @@ TEST_CASE("a full backward has two graphs a slot, no pending W, and frees its ta
 }
 
 TEST_CASE("a W over several microbatches rounds slots up and needs one W graph a group") {
-  // One rank, four microbatches, W in pairs: three tapes live at once, so four adjacent slots.
-  Schedule list{{1, 1, 4}, {0}, {{}}};
-  for (const char* text : {"0F0", "0F1", "0F2", "0I0", "0I1", "0W0x2", "0F3", "0I2", "0I3", "0W2x2", "0REDUCE_GRAD"}) {
+  // One rank, W in pairs: three tapes live at once, so four adjacent slots.
+  Schedule list{{1, 1, 6}, {0}, {{}}};
+  for (const char* text : {"0F0", "0F1", "0F2", "0I0", "0I1", "0W0x2", "0F3", "0F4", "0I2", "0I3", "0W2x2", "0F5",
+                           "0I4", "0I5", "0W4x2", "0REDUCE_GRAD"}) {
     list.actions[0].push_back(qe::parse_action(text));
   }
   qe::validate(list);
   const qe::Resources need = qe::resources(list);
   CHECK(need.stages[0].peak_tapes == 3);
+  CHECK(need.ranks[0].peak_tapes == 3);
   CHECK(need.stages[0].peak_pending_w == 2);
   CHECK(need.stages[0].w_group == 2);
   CHECK(need.stages[0].peak_slots() == 4);
   CHECK(qe::graph_count(list, 0, true).compute == 4 + 4 + 2);
   CHECK(qe::graph_count(list, 0, true).total() == 4 + 4 + 2 + 1 + 1);
-  CHECK(qe::graph_count(list, 0, false).compute == 4 + 4 + 2);
+  CHECK(qe::graph_count(list, 0, false).compute == 6 + 6 + 3);
   CHECK(qe::delayed_weight_grads(list) == std::vector<int>{0});
 }
 

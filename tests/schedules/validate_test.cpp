@@ -147,6 +147,8 @@ TEST_CASE("a dropped action is named as missing or as the reason why the next is
   std::erase(schedule.actions[1], qe::parse_action("1REDUCE_GRAD"));
   CHECK_THAT(refusal_of(schedule), ContainsSubstring("end of list: stage 1 lacks its REDUCE_GRAD") &&
                                        ContainsSubstring("(end) <-- ERROR HERE"));
+  std::erase(schedule.actions[1], qe::parse_action("1W1"));
+  CHECK_THAT(refusal_of(schedule), ContainsSubstring("stage 1 lacks the W of microbatch 1"));
 }
 
 TEST_CASE("each broken dependency is named at its cell") {
@@ -227,6 +229,7 @@ TEST_CASE("a W over consecutive microbatches covers each of them once") {
   Schedule early = list_with({"0W2x2", "0REDUCE_GRAD"});
   early.actions[0].insert(early.actions[0].begin() + 5, qe::parse_action("0W0x2"));  // I of microbatch 1 still to come
   CHECK_THAT(refusal_of(early), ContainsSubstring("action 0W0x2: W comes before the I"));
+  CHECK_THAT(refusal_of(list_with({"0W0x2", "0W2x3", "0REDUCE_GRAD"})), ContainsSubstring("microbatches are 0 to 3"));
 }
 
 TEST_CASE("the grid has a column a rank, a row a step, and marks one cell") {
