@@ -12,14 +12,18 @@ namespace {
 int chunks_allowed(ScheduleKind kind) {  // 0: any
   switch (kind) {
     case ScheduleKind::k1F1B:
+    case ScheduleKind::kGpipe:
       return 1;
-    case ScheduleKind::kInterleaved1F1B:
-      return 0;
     case ScheduleKind::kZbv:
       return 2;
+    case ScheduleKind::kInterleaved1F1B:
+    case ScheduleKind::kZb1p:
+      return 0;
   }
   return 0;
 }
+
+bool is_looped(ScheduleKind kind) { return kind == ScheduleKind::kInterleaved1F1B || kind == ScheduleKind::kZb1p; }
 
 bool has_equal_rounds(int ranks, int microbatches) { return microbatches % std::max(1, microbatches / ranks) == 0; }
 
@@ -52,6 +56,10 @@ Schedule make_split(ScheduleKind kind, const PipelineShape& shape) {
       return make_interleaved_1f1b(shape);
     case ScheduleKind::kZbv:
       return make_zbv(shape);
+    case ScheduleKind::kGpipe:
+      return make_gpipe(shape);
+    case ScheduleKind::kZb1p:
+      return make_zb1p(shape);
   }
   throw ScheduleError("There is no schedule kind number " + std::to_string(static_cast<int>(kind)) + ".");
 }
@@ -66,6 +74,10 @@ const char* name_of(ScheduleKind kind) noexcept {
       return "interleaved_1f1b";
     case ScheduleKind::kZbv:
       return "zbv";
+    case ScheduleKind::kGpipe:
+      return "gpipe";
+    case ScheduleKind::kZb1p:
+      return "zb1p";
   }
   return "unknown";
 }
@@ -83,7 +95,7 @@ std::string why_not(ScheduleKind kind, const PipelineShape& shape) {
            (chunks == 2 ? "s" : "") + " per rank, found " + std::to_string(shape.chunks_per_rank) + "; use " +
            std::to_string(std::max(1, chunks)) + ".";
   }
-  if (kind == ScheduleKind::kInterleaved1F1B && !has_equal_rounds(shape.ranks, shape.microbatches)) {
+  if (is_looped(kind) && !has_equal_rounds(shape.ranks, shape.microbatches)) {
     return name + " cannot divide " + std::to_string(shape.microbatches) + " microbatches into " +
            std::to_string(shape.microbatches / shape.ranks) + " equal rounds on " + std::to_string(shape.ranks) +
            " ranks; use " + nearest_with_equal_rounds(shape.ranks, shape.microbatches) + " microbatches.";

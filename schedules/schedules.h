@@ -12,8 +12,9 @@
 
 namespace qe {
 
-enum class ScheduleKind : std::uint8_t { k1F1B, kInterleaved1F1B, kZbv };
-const char* name_of(ScheduleKind) noexcept;  // the config's spelling: "1f1b", "interleaved_1f1b", "zbv"
+enum class ScheduleKind : std::uint8_t { k1F1B, kInterleaved1F1B, kZbv, kGpipe, kZb1p };
+// The config's spelling: "1f1b", "interleaved_1f1b", "zbv", "gpipe", "zb1p".
+const char* name_of(ScheduleKind) noexcept;
 
 enum class Backward : std::uint8_t { kSplit, kFull };
 
@@ -24,6 +25,8 @@ std::string why_not(ScheduleKind, const PipelineShape&);
 Schedule make_1f1b(const PipelineShape&);              // semantics.md 3.2, classic order
 Schedule make_interleaved_1f1b(const PipelineShape&);  // semantics.md 3.2
 Schedule make_zbv(const PipelineShape&);               // semantics.md 3.3
+Schedule make_gpipe(const PipelineShape&);             // semantics.md 3.1
+Schedule make_zb1p(const PipelineShape&);              // semantics.md 3.5; V = 1 is ZB-H1
 // Any of them; kFull drops every W and turns I into B at its place (design.md 5).
 Schedule make_schedule(ScheduleKind, const PipelineShape&, Backward);
 

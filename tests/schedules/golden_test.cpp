@@ -24,6 +24,9 @@ const Golden kGoldens[] = {
     {kZbv, {2, 2, 4}, "zbv_p2_v2_m4.compute.csv"},
     {kZbv, {2, 2, 8}, "zbv_p2_v2_m8.compute.csv"},
     {kZbv, {4, 2, 8}, "zbv_p4_v2_m8.compute.csv"},
+    {kZb1p, {2, 2, 4}, "zb1p_p2_v2_m4.compute.csv"},
+    {kZb1p, {2, 2, 8}, "zb1p_p2_v2_m8.compute.csv"},
+    {kZb1p, {4, 1, 8}, "zb1p_p4_v1_m8.compute.csv"},
     {kInterleaved1F1B, {2, 2, 4}, "interleaved_1f1b_p2_v2_m4.lowered.csv", true},
     {kZbv, {2, 2, 4}, "zbv_p2_v2_m4.lowered.csv", true},
 };
@@ -67,6 +70,12 @@ TEST_CASE("every action of a golden list parses and prints back unchanged") {
     }
     CHECK(actions >= 2 * 3 * golden.shape.microbatches);
   }
+}
+
+TEST_CASE("gpipe runs all forwards and then all backwards, both ascending") {
+  CHECK(to_csv(qe::make_gpipe({2, 1, 3})) ==
+        "0F0,0F1,0F2,0I0,0W0,0I1,0W1,0I2,0W2\n"
+        "1F0,1F1,1F2,1I0,1W0,1I1,1W1,1I2,1W2\n");
 }
 
 TEST_CASE("the 1f1b maker is classic and differs from the interleaved maker with one chunk") {

@@ -52,6 +52,18 @@ const Row kRows[] = {
     {k1F1B, {4, 1, 8}, 1, 3, {3}, 1, {1}, 0, 8, 16},
     {k1F1B, {4, 1, 8}, 2, 2, {2}, 1, {1}, 0, 8, 16},
     {k1F1B, {4, 1, 8}, 3, 1, {1}, 1, {1}, 0, 8, 8},
+    {kZb1p, {2, 2, 4}, 0, 4, {4, 2}, 1, {1, 1}, 0, 5, 12},
+    {kZb1p, {2, 2, 4}, 1, 4, {4, 2}, 2, {2, 2}, 8, 8, 12},
+    {kZb1p, {2, 2, 8}, 0, 4, {4, 2}, 1, {1, 1}, 0, 11, 24},
+    {kZb1p, {2, 2, 8}, 1, 4, {4, 2}, 2, {2, 2}, 16, 16, 24},
+    {kZb1p, {4, 2, 8}, 0, 8, {8, 4}, 1, {1, 1}, 0, 8, 24},
+    {kZb1p, {4, 2, 8}, 1, 8, {8, 4}, 2, {2, 2}, 16, 16, 32},
+    {kZb1p, {4, 2, 8}, 2, 8, {8, 4}, 3, {3, 3}, 16, 16, 32},
+    {kZb1p, {4, 2, 8}, 3, 8, {8, 4}, 4, {4, 4}, 16, 16, 24},
+    {kZb1p, {4, 1, 8}, 0, 4, {4}, 1, {1}, 0, 0, 8},
+    {kZb1p, {4, 1, 8}, 1, 4, {4}, 2, {2}, 8, 8, 16},
+    {kZb1p, {4, 1, 8}, 2, 4, {4}, 3, {3}, 8, 8, 16},
+    {kZb1p, {4, 1, 8}, 3, 4, {4}, 4, {4}, 8, 8, 8},
 };
 
 Schedule lowered(ScheduleKind kind, const qe::PipelineShape& shape, Backward backward = Backward::kSplit) {
@@ -187,6 +199,9 @@ TEST_CASE("receive rings are one deep for classic 1f1b, at most two for zbv, a r
       CHECK(deepest_ring(qe::resources(lowered(kZbv, {ranks, 2, microbatches}))) <= 2);
       CHECK(deepest_ring(qe::resources(lowered(kInterleaved1F1B, {ranks, 2, microbatches}))) == ranks);
       CHECK(deepest_ring(qe::resources(lowered(kInterleaved1F1B, {ranks, 3, microbatches}))) == ranks);
+      CHECK(deepest_ring(qe::resources(lowered(kGpipe, {ranks, 1, microbatches}))) == 1);
+      CHECK(deepest_ring(qe::resources(lowered(kZb1p, {ranks, 1, microbatches}))) == 1);
+      CHECK(deepest_ring(qe::resources(lowered(kZb1p, {ranks, 2, microbatches}))) == ranks);
     }
   }
   CHECK(deepest_ring(qe::resources(lowered(kZbv, {1, 2, 4}))) == 0);
@@ -199,7 +214,7 @@ TEST_CASE("receive rings are one deep for classic 1f1b, at most two for zbv, a r
 
 TEST_CASE("no two live messages of a stage share a ring entry") {
   const int ranks = GENERATE(1, 2, 3, 4, 8);
-  for (const ScheduleKind kind : {k1F1B, kInterleaved1F1B, kZbv}) {
+  for (const ScheduleKind kind : {k1F1B, kInterleaved1F1B, kZbv, kGpipe, kZb1p}) {
     for (const int chunks : {1, 2, 3}) {
       for (int microbatches = 1; microbatches <= 3 * ranks; ++microbatches) {
         if (!qe::why_not(kind, {ranks, chunks, microbatches}).empty()) continue;

@@ -90,6 +90,7 @@ std::vector<Schedule> samples() {
   add(ScheduleKind::kInterleaved1F1B, {2, 3, 4}, qe::Backward::kFull);
   add(ScheduleKind::kZbv, {2, 2, 4}, qe::Backward::kSplit);
   add(ScheduleKind::kZbv, {3, 2, 5}, qe::Backward::kSplit);
+  add(ScheduleKind::kZb1p, {3, 1, 4}, qe::Backward::kSplit);
   return result;
 }
 
