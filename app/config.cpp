@@ -130,14 +130,24 @@ class Reader {
     return false;
   }
 
+  static bool is_key_name(const std::string& name) {
+    for (const KeySpec& key : key_table()) {
+      if (key.name == name) return true;
+    }
+    return false;
+  }
+
   void refuse_top_level(const std::string& name) {
     if (const std::string reason = reason_refused(name, name); !reason.empty()) {
       faults_.add(name, "refused: " + reason + ".");
       return;
     }
-    std::vector<std::string> near = nearest_names(name, all_sections());
+    // A key that lost its section, or is written "section.key", is likelier than a misspelt section.
+    std::vector<std::string> near;
+    if (name.find('.') != std::string::npos) near = nearest_names(name, all_paths());
+    if (near.empty() && is_key_name(name)) near = nearest_keys("", name, all_paths());
+    if (near.empty()) near = nearest_names(name, all_sections());
     if (near.empty()) near = nearest_keys("", name, all_paths());
-    if (near.empty()) near = nearest_names(name, all_paths());
     faults_.add(name, "unknown section; " + suggestion(near));
   }
 

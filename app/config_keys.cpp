@@ -248,8 +248,9 @@ void add_machine(std::vector<KeySpec>& table) {
   d.texts("valid", QE_FIELD(data.valid), "token files to evaluate on; none: no evaluation");
   d.only("format", "llmc", "llm.c shards, uint16 or uint32");
 
-  Section(table, "report").text("dir", QE_FIELD(report.dir), "run directory").derived_default =
-      "runs/<config name>-<time>";
+  Section(table, "report")
+      .text("dir", QE_FIELD(report.dir), "run directory; files of an earlier run in it are replaced")
+      .derived_default = "runs/<config name>-<time>";
   Section(table, "runtime")
       .number("timeout_s", 0, 1e9, QE_FIELD(runtime.timeout_s), "deadline of every wait, in seconds")
       .above_minimum = true;
