@@ -52,7 +52,7 @@ for name in "$corpus"/*.txt; do
   shard="${name%.txt}.bin"
   if [ ! -f "$shard" ] || [ "$name" -nt "$shard" ]; then
     # Renamed when complete, so that an interrupted call leaves no half shard to be reused.
-    "$qeffect" tokenize --input "$name" --output "$shard.new" --force
+    "$qeffect" tokenize --input "$name" --output "$shard.new" --force >/dev/null
     mv "$shard.new" "$shard"
   fi
 done
