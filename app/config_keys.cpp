@@ -204,19 +204,22 @@ void add_gradients_and_pipeline(std::vector<KeySpec>& table) {
   Section p(table, "pipeline");
   p.integer("pipeline_model_parallel_size", 1, 1024, QE_FIELD(pipeline.pipeline_model_parallel_size), "pipeline ranks");
   p.integer("virtual_pipeline_model_parallel_size", 1, 1024, QE_FIELD(pipeline.virtual_pipeline_model_parallel_size),
-            "stages of one rank; 1f1b: 1, zbv: 2, interleaved_1f1b: any")
+            "stages of one rank; 1f1b, gpipe: 1, zbv: 2, interleaved_1f1b, zb1p: any")
       .derived_default = "2 under zbv, else 1";
   KeySpec& schedule = p.choice<ScheduleKind>("schedule",
                                              {{"1f1b", ScheduleKind::k1F1B},
                                               {"interleaved_1f1b", ScheduleKind::kInterleaved1F1B},
-                                              {"zbv", ScheduleKind::kZbv}},
+                                              {"zbv", ScheduleKind::kZbv},
+                                              {"zb1p", ScheduleKind::kZb1p},
+                                              {"gpipe", ScheduleKind::kGpipe}},
                                              QE_FIELD(pipeline.schedule),
                                              "order of the actions; PyTorch's names are accepted, case-blind");
-  schedule.aliases = {"1F1B", "Interleaved1F1B", "ZBVZeroBubble", "zb_v"};
+  schedule.aliases = {"1F1B", "Interleaved1F1B", "ZBVZeroBubble", "zb_v", "InterleavedZeroBubble", "GPipe"};
   schedule.set = [set = schedule.set](Config& c, const Json& v) {
     std::string name;
     for (const char letter : v.get<std::string>()) name += static_cast<char>(std::tolower(letter));
     if (name == "interleaved1f1b") name = "interleaved_1f1b";
+    if (name == "interleavedzerobubble") name = "zb1p";
     if (name == "zbvzerobubble" || name == "zb_v") name = "zbv";
     return set(c, Json(name));
   };

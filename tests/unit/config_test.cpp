@@ -302,8 +302,11 @@ TEST_CASE("schedules are known by PyTorch's names too, case-blind") {
   for (const char* name : {"ZBVZeroBubble", "zb_v", "ZBV", "zbvzerobubble"}) {
     CHECK(with({std::string("pipeline.schedule=") + name}).pipeline.schedule == ScheduleKind::kZbv);
   }
-  CHECK_THAT(refused({"pipeline.schedule=zb1p"}),
-             ContainsSubstring("wanted one of \"1f1b\", \"interleaved_1f1b\", \"zbv\""));
+  CHECK(with({"pipeline.schedule=InterleavedZeroBubble"}).pipeline.schedule == ScheduleKind::kZb1p);
+  CHECK(with({"pipeline.schedule=GPipe"}).pipeline.schedule == ScheduleKind::kGpipe);
+  CHECK_THAT(refused({"pipeline.schedule=zb2p"}), ContainsSubstring("the nearest is zb1p."));
+  CHECK_THAT(refused({"pipeline.schedule=dualpipe"}),
+             ContainsSubstring("wanted one of \"1f1b\", \"interleaved_1f1b\""));
 }
 
 TEST_CASE("overrides replace the file's values, the last one wins, and their form is checked") {

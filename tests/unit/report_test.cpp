@@ -1,0 +1,150 @@
+// Reports, metrics and log lines: formulas by hand count, numbers that read back to the same bits.
+#include "app/report.h"
+
+#include <bit>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "app/environment.h"
+#include "app/progress.h"
+#include "core/error.h"
+#include "tests/catch.h"
+#include "tests/unit/sample_report.h"
+#include "tests/unit/scratch.h"
+
+using namespace qe;
+using nlohmann::json;
+
+namespace {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+std::vector<std::string> lines_of(const std::string& path) {
+  std::ifstream file(path);
+  std::vector<std::string> out;
+  for (std::string line; std::getline(file, line);) out.push_back(line);
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("FLOPs of a token equal a hand count of the matrix products") {
+  // 6·(L(4h² + 2hf) + Vh) + 6·L·h·T
+  ModelConfig m;
+  m.num_layers = 1, m.hidden_size = 2, m.ffn_hidden_size = 3, m.vocab_size = 5;
+  CHECK(flops_per_token(m, 7) == 6 * (16 + 12 + 10) + 6 * 14);  // by hand: 228 + 84
+  m.num_layers = 4, m.hidden_size = 2048, m.ffn_hidden_size = 8192, m.vocab_size = 32768;
+  CHECK(flops_per_token(m, 256) == 1623195648);     // 6·(4·50331648 + 67108864) + 6·4·2048·256
+  m.hidden_size = 4096, m.ffn_hidden_size = 11008;  // 4h² + 2hf = 157286400
+  CHECK(flops_per_token(m, 256) == 4605345792);
+}
+
+TEST_CASE("the median step is over steps, of the slowest rank, without the first") {
+  CHECK(median_step_ms({}) == 0);
+  CHECK(median_step_ms({{7}}) == 7);
+  CHECK(median_step_ms({{90, 10, 13, 11}, {80, 12, 9, 14}}) == 13);  // 12 13 14
+  CHECK(median_step_ms({{90, 10, 13}, {80, 12, 9}}) == 12.5);        // 12 13
+  CHECK(json::parse(report_json(full_report()))["timing"]["first_step_ms"] == 90);
+}
+
+TEST_CASE("tokens per second and TFLOP/s follow from the median step") {
+  const json timing = json::parse(report_json(full_report()))["timing"];
+  CHECK(timing["tokens_per_step"] == 256);
+  CHECK(timing["tokens_per_second"].get<double>() == 256 * 1000.0 / 13);
+  const double per_token = timing["flops_per_token"].get<double>();
+  CHECK(std::abs(timing["model_tflops_per_rank"].get<double>() - 256 / 0.013 * per_token * 1e-12 / 2) < 1e-12);
+}
+
+TEST_CASE("losses in reports and metrics read back to the same bits") {
+  const Scratch dir;
+  const Config config = parse_config("{}", "tiny.json");
+  MetricsLog log(dir / "", config);
+  const std::vector<double> values = {1.0 / 3, 0.1, 5e-324, 1.7976931348623157e308, 2.0000000000000004};
+  RunReport report = full_report();
+  for (const double v : values) {
+    log.append(StepRecord{1, v, v, v, 12.5, false});
+    report.final_train_loss = v;
+    const double back = json::parse(report_json(report))["final"]["train_loss"].get<double>();
+    CHECK(std::bit_cast<std::uint64_t>(back) == std::bit_cast<std::uint64_t>(v));
+  }
+  const auto lines = lines_of(dir / "metrics.jsonl");
+  REQUIRE(lines.size() == values.size());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    for (const char* key : {"loss", "grad_norm", "lr"}) CHECK(json::parse(lines[i])[key].get<double>() == values[i]);
+  }
+}
+
+TEST_CASE("a metrics line is on disk when append returns, and non-finite numbers are null with a status") {
+  const Scratch dir;
+  const Config config = parse_config("{}", "tiny.json");
+  MetricsLog log(dir / "", config);
+  log.append(StepRecord{1, 2.5, 1.0, 3e-4, 8, false});
+  json line = json::parse(lines_of(dir / "metrics.jsonl").at(0));
+  CHECK(line["event"] == "step");
+  CHECK(line["status"] == "ok");
+  CHECK(line["tokens"] == 256);
+  CHECK(line["tokens_per_second"] == 32000);
+  log.append(StepRecord{2, kNaN, 1.0, 3e-4, 8, false});
+  log.append(StepRecord{3, 1.0, std::numeric_limits<double>::infinity(), 3e-4, 8, true});
+  log.append(EvalRecord{3, kNaN, 64, 5});
+  const auto lines = lines_of(dir / "metrics.jsonl");
+  REQUIRE(lines.size() == 4);
+  CHECK(json::parse(lines[1])["loss"].is_null());
+  CHECK(json::parse(lines[1])["status"] == "non_finite");
+  CHECK(json::parse(lines[2])["grad_norm"].is_null());
+  CHECK(json::parse(lines[2])["status"] == "skipped");
+  CHECK(json::parse(lines[3])["valid_loss"].is_null());
+  CHECK(json::parse(lines[3])["status"] == "non_finite");
+}
+
+TEST_CASE("a report with non-finite and missing numbers is still strict JSON") {
+  RunReport r = full_report();
+  r.final_train_loss = kNaN;
+  r.final_valid_loss.reset();
+  const json j = json::parse(report_json(r));
+  CHECK(j["final"]["train_loss"].is_null());
+  CHECK(j["final"]["valid_loss"].is_null());
+}
+
+TEST_CASE("the report echoes the resolved config and names the machine") {
+  const json j = json::parse(report_json(full_report()));
+  CHECK(j["schema_version"] == 1);
+  CHECK(j["config"] == json::parse(dump_config(full_report().config)));
+  CHECK(j["derived"]["microbatches"] == 4);
+  CHECK_THAT(j["environment"]["mpi"].get<std::string>(), ContainsSubstring("Open MPI"));
+  CHECK_FALSE(j["environment"]["cpu"].get<std::string>().empty());
+}
+
+TEST_CASE("a run directory is fresh by default, reused when named, and holds the resolved config") {
+  const Scratch dir;
+  const auto before = std::filesystem::current_path();
+  std::filesystem::current_path(dir / "");
+  Config config = parse_config("{}", "configs/tiny.json");
+  const std::string first = make_run_directory(config), second = make_run_directory(config);
+  CHECK(first != second);
+  CHECK(first.starts_with("runs/tiny-"));
+  CHECK(dump_config(load_config(second + "/config.json")) == dump_config(config));
+  config.report.dir = "named/deep";
+  CHECK(make_run_directory(config) == "named/deep");
+  CHECK(make_run_directory(config) == "named/deep");
+  write_report("named/deep", full_report());
+  CHECK(std::filesystem::exists("named/deep/report.json"));
+  CHECK_FALSE(std::filesystem::exists("named/deep/report.json.tmp"));
+  config.report.dir = "named/deep/report.json/x";
+  CHECK_THROWS_AS(make_run_directory(config), ConfigError);
+  std::filesystem::current_path(before);
+}
+
+TEST_CASE("log lines say what users look for") {
+  const Config config = parse_config("{}", "tiny.json");
+  CHECK_THAT(step_line({12, 3.14159, 1.5, 3e-4, 8, false}, config),
+             ContainsSubstring("step     12/100 | loss 3.1416 | norm 1.5000 | lr 3.00e-04 | 8.00 ms | 32000 tok/s"));
+  CHECK_THAT(step_line({12, kNaN, 1.5, 3e-4, 8, true}, config), ContainsSubstring("| skipped"));
+  CHECK_THAT(eval_line({100, 1.25, 640, 3}, config), ContainsSubstring("valid loss 1.2500 over 640 tokens"));
+  CHECK(progress_line(50, 100, 74460) == "[##########----------]  50.0%  1:02:03 left");
+  CHECK(progress_line(100, 100, 5) == "[####################] 100.0%  0:00:00 left");
+}

@@ -1,0 +1,29 @@
+// A report with every field set, for the tests of its form.
+#pragma once
+
+#include "app/report.h"
+
+namespace qe {
+
+inline RunReport full_report() {
+  RunReport r;
+  r.command = "qeffect train --config \"a b.json\"";
+  r.config = parse_config("{}", "tiny.json", {"pipeline.pipeline_model_parallel_size=2", "data.train=a.bin"});
+  r.rank_step_ms = {{90, 10, 13, 11}, {80, 12, 9, 14}};
+  r.skipped_steps = 1;
+  r.initial_train_loss = 5.5;
+  r.final_train_loss = 0.1;
+  r.final_valid_loss = 1.0 / 3;
+  r.baselines = NgramBaseline{2.3, 1.83};
+  r.train_data = {1, 1000, 15, 39};
+  r.valid_data = DataCounts{2, 200, 3, 7};
+  RankUsage usage;
+  usage.device = "cpu";
+  usage.graphs = 14;
+  usage.bytes_by_kind = {{"weights", 4096}};
+  r.ranks = {usage, usage};
+  r.checks = {{"quiescent at the end", true, ""}};
+  return r;
+}
+
+}  // namespace qe
