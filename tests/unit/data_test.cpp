@@ -183,16 +183,18 @@ TEST_CASE("each epoch visits every window once, in an order of its own") {
   }
 }
 
-TEST_CASE("the shuffle has no order left: few windows stay or keep their neighbour") {
-  constexpr std::int64_t kWindows = 4000;
-  int stayed = 0, followed = 0;
-  for (std::int64_t i = 0; i < kWindows; ++i) {
-    const std::int64_t here = shuffled_window(7, 0, i, kWindows);
-    stayed += here == i;
-    followed += i > 0 && here == shuffled_window(7, 0, i - 1, kWindows) + 1;
+TEST_CASE("the shuffle has no order left: windows that follow each other are as far apart as random ones") {
+  constexpr std::int64_t kWindows = 4096;
+  for (const std::int64_t lag : {1, 2, 64, 128}) {
+    double distance = 0;
+    for (std::int64_t i = lag; i < kWindows; ++i) {
+      const auto here = shuffled_window(7, 0, i, kWindows), before = shuffled_window(7, 0, i - lag, kWindows);
+      distance += static_cast<double>(std::abs(here - before));
+    }
+    const double mean = distance / static_cast<double>((kWindows - lag) * kWindows);  // a third, give or take 0.004
+    INFO("lag " << lag << ": " << mean);
+    CHECK(std::abs(mean - 1.0 / 3) < 0.02);
   }
-  CHECK(stayed < 10);  // both expect 1
-  CHECK(followed < 10);
 }
 
 TEST_CASE("a sampler set to a position goes on as the one that reached it, across epochs") {
