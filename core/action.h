@@ -25,8 +25,8 @@ enum class ActionKind : std::uint8_t {
 };
 
 // count > 1: a W over that many consecutive microbatches, the first of which is `microbatch`.
-// SEND_F sends that stage's output on, RECV_F receives that stage's input; SEND_B sends that stage's input gradient back,
-// RECV_B receives that stage's output gradient. REDUCE_GRAD has no microbatch (stored as 0).
+// SEND_F sends that stage's output on, RECV_F receives that stage's input; SEND_B sends that stage's input gradient
+// back, RECV_B receives that stage's output gradient. REDUCE_GRAD has no microbatch (stored as 0).
 struct Action {
   ActionKind kind;
   StageIndex stage;

@@ -37,15 +37,15 @@ class Graph {
 
 // What memory is for: the report gives bytes by kind.
 enum class MemoryKind : std::uint8_t {
-  kWeights,       // FP32 masters
-  kWeightCache,   // FP8 and BF16 copies
+  kWeights,      // FP32 masters
+  kWeightCache,  // FP8 and BF16 copies
   kMoments,
-  kGradients,     // main gradients, arena, staging
+  kGradients,  // main gradients, arena, staging
   kTape,
   kBoundary,      // rings, outputs and inputs between stages
   kScalingState,  // histories, scales, their step-start copy
   kWorkspace,
-  kStep,          // tokens, targets, losses, counters, optimizer scalars
+  kStep,  // tokens, targets, losses, counters, optimizer scalars
 };
 inline constexpr std::size_t kMemoryKinds = 9;
 const char* name_of(MemoryKind) noexcept;
@@ -110,9 +110,9 @@ class Device {
   virtual void host_call(Stream&, std::function<void()>) = 0;
 
   virtual void record(Event&, Stream&) = 0;
-  virtual void wait(Stream&, const Event&) = 0;    // the stream waits for the event's latest record
-  virtual void synchronize(Stream&) = 0;           // the host waits for all of the stream's work
-  virtual void synchronize() = 0;                  // the host waits for all streams of this device
+  virtual void wait(Stream&, const Event&) = 0;  // the stream waits for the event's latest record
+  virtual void synchronize(Stream&) = 0;         // the host waits for all of the stream's work
+  virtual void synchronize() = 0;                // the host waits for all streams of this device
 
   // Runs body, which enqueues on the stream, and keeps what it enqueued instead of running it.
   // Nothing may be allocated and no other stream used inside.

@@ -18,22 +18,32 @@ enum class DType : std::uint8_t { kF32, kBF16, kE4M3, kE5M2, kI32, kU64 };
 constexpr std::size_t size_of(DType t) noexcept {
   switch (t) {
     case DType::kF32:
-    case DType::kI32: return 4;
-    case DType::kBF16: return 2;
+    case DType::kI32:
+      return 4;
+    case DType::kBF16:
+      return 2;
     case DType::kE4M3:
-    case DType::kE5M2: return 1;
-    case DType::kU64: return 8;
+    case DType::kE5M2:
+      return 1;
+    case DType::kU64:
+      return 8;
   }
   return 0;
 }
 constexpr const char* name_of(DType t) noexcept {
   switch (t) {
-    case DType::kF32: return "f32";
-    case DType::kBF16: return "bf16";
-    case DType::kE4M3: return "e4m3";
-    case DType::kE5M2: return "e5m2";
-    case DType::kI32: return "i32";
-    case DType::kU64: return "u64";
+    case DType::kF32:
+      return "f32";
+    case DType::kBF16:
+      return "bf16";
+    case DType::kE4M3:
+      return "e4m3";
+    case DType::kE5M2:
+      return "e5m2";
+    case DType::kI32:
+      return "i32";
+    case DType::kU64:
+      return "u64";
   }
   return "?";
 }

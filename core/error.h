@@ -63,7 +63,7 @@ struct DeviceError : Error {
 
 }  // namespace qe
 
-#define QE_EXPECTS(condition, why)                                                  \
-  do {                                                                              \
+#define QE_EXPECTS(condition, why)                                                   \
+  do {                                                                               \
     if (!(condition)) ::qe::expectation_failed(#condition, why, __FILE__, __LINE__); \
   } while (false)

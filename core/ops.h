@@ -1,8 +1,9 @@
-// The arithmetic seam: the fused units of the stage program and the optimizer (semantics.md section 2, design.md 3 and 7).
+// The arithmetic seam: the fused units of the stage program and the optimizer (semantics.md section 2, design.md 3 and
+// 7).
 //
-// All pure virtual, no defaults: a backend has every operation. Every call enqueues on the stream and returns; all of them
-// can be captured. Shapes, types and addition rules stand beside the fields in core/ops_args.h. Sums have a fixed order in
-// each backend: the same inputs give the same bits in every call.
+// All pure virtual, no defaults: a backend has every operation. Every call enqueues on the stream and returns; all of
+// them can be captured. Shapes, types and addition rules stand beside the fields in core/ops_args.h. Sums have a fixed
+// order in each backend: the same inputs give the same bits in every call.
 #pragma once
 
 #include <cstdint>

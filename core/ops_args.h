@@ -11,8 +11,9 @@
 
 namespace qe {
 
-// How a fused op quantizes its FP8 result: q = saturate(value · *scale), *amax = max(*amax, |value| before any rounding),
-// scale_inv = 1 / *scale rounded to nearest. amax may be null (evaluation). Unused when the result is BF16 or FP32.
+// How a fused op quantizes its FP8 result: q = saturate(value · *scale), *amax = max(*amax, |value| before any
+// rounding), scale_inv = 1 / *scale rounded to nearest. amax may be null (evaluation). Unused when the result is BF16
+// or FP32.
 struct Quantizer {
   const float* scale = nullptr;
   float* amax = nullptr;
@@ -24,10 +25,10 @@ using MicrobatchCell = const std::int32_t*;
 struct EmbeddingForwardArgs {
   const std::int32_t* tokens;  // [M, T]
   MicrobatchCell microbatch;
-  int sequence_length;         // L divides T; positions restart each L
-  Tensor token_table;          // [V, h] activation type
-  Tensor position_table;       // [>= L, h] FP32
-  Tensor out;                  // [T, h] activation type: token + position summed in FP32, one rounding
+  int sequence_length;    // L divides T; positions restart each L
+  Tensor token_table;     // [V, h] activation type
+  Tensor position_table;  // [>= L, h] FP32
+  Tensor out;             // [T, h] activation type: token + position summed in FP32, one rounding
 };
 
 struct EmbeddingBackwardArgs {
@@ -44,10 +45,10 @@ struct LayerNormArgs {
   Tensor gamma;  // [1, h] FP32
   Tensor beta;   // [1, h] FP32
   float epsilon;
-  Operand out;   // [T, h]; amax of the FP32 result
+  Operand out;  // [T, h]; amax of the FP32 result
   Quantizer quantizer;
-  Tensor mean;   // [1, T] FP32
-  Tensor rstd;   // [1, T] FP32
+  Tensor mean;  // [1, T] FP32
+  Tensor rstd;  // [1, T] FP32
 };
 
 // dx = rounded(LayerNorm backward + residual), one rounding.
@@ -93,9 +94,9 @@ struct GemmArgs {
   bool b_transposed = false;
   Tensor a_scale_inv;  // [G, 1] FP32; block g of K uses row g. Empty for BF16 and FP32
   Tensor b_scale_inv;
-  Tensor bias;      // [1, n] activation type; empty: none
-  Tensor residual;  // [m, n] activation type; empty: none
-  Tensor d;         // [m, n] FP32 or BF16
+  Tensor bias;                     // [1, n] activation type; empty: none
+  Tensor residual;                 // [m, n] activation type; empty: none
+  Tensor d;                        // [m, n] FP32 or BF16
   bool accumulate = false;         // D += result, with D's own rounding; without bias and residual
   bool fast_accumulation = false;  // F only (semantics.md 2.1); the CPU backend always sums in FP32
 };
@@ -124,15 +125,15 @@ struct AttentionArgs {
   Tensor q;     // [T, num_heads · head_dim]: column ranges of the fused projection
   Tensor k;     // [T, num_kv_heads · head_dim]
   Tensor v;
-  Tensor out;   // [T, num_heads · head_dim]
-  Tensor lse;   // [num_heads, T] FP32: log Σ exp of the scaled scores
+  Tensor out;  // [T, num_heads · head_dim]
+  Tensor lse;  // [num_heads, T] FP32: log Σ exp of the scaled scores
 };
 
 struct AttentionBackwardArgs {
   AttentionArgs forward;  // q, k, v, out and lse as the forward left them
   Tensor grad_out;        // [T, num_heads · head_dim]
   Tensor grad_q, grad_k, grad_v;
-  Tensor delta;           // [num_heads, T] FP32, scratch: Σ out · grad_out of a row
+  Tensor delta;  // [num_heads, T] FP32, scratch: Σ out · grad_out of a row
 };
 
 struct CrossEntropyArgs {
@@ -140,9 +141,9 @@ struct CrossEntropyArgs {
   std::int64_t vocab_size;
   const std::int32_t* targets;  // [M, T]; -1: the row does not count
   MicrobatchCell microbatch;
-  float* loss;                 // [M]; cell *microbatch = Σ −log p of the counted rows
-  bool write_gradient;         // overwrite the logits by (softmax − onehot) · *gradient_scale; padding columns 0
-  const float* gradient_scale; // 1 / N
+  float* loss;                  // [M]; cell *microbatch = Σ −log p of the counted rows
+  bool write_gradient;          // overwrite the logits by (softmax − onehot) · *gradient_scale; padding columns 0
+  const float* gradient_scale;  // 1 / N
 };
 
 enum class AmaxAlgorithm : std::uint8_t { kMax, kMostRecent };
@@ -160,9 +161,10 @@ struct UpdateScalesArgs {
 
 // One parameter in the optimizer's two launches.
 struct GradientItem {
-  Tensor gradient;                 // [rows, cols] FP32 or BF16, the main gradient
-  std::vector<Tensor> microbatch;  // BF16 views in microbatch order whose FP32 sum is stored in `gradient` first; or empty
-  std::int64_t global_index;       // cell of this parameter in the norm's partials
+  Tensor gradient;  // [rows, cols] FP32 or BF16, the main gradient
+  std::vector<Tensor>
+      microbatch;             // BF16 views in microbatch order whose FP32 sum is stored in `gradient` first; or empty
+  std::int64_t global_index;  // cell of this parameter in the norm's partials
 };
 
 struct GradientNormArgs {

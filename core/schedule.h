@@ -1,4 +1,5 @@
-// Schedule: one action list per rank and the stage → rank map. Data only; makers, lowering and validation live in schedules/.
+// Schedule: one action list per rank and the stage → rank map. Data only; makers, lowering and validation live in
+// schedules/.
 #pragma once
 
 #include <vector>
@@ -17,8 +18,8 @@ struct PipelineShape {
 
 struct Schedule {
   PipelineShape shape;
-  std::vector<int> rank_of_stage;             // [S]
-  std::vector<std::vector<Action>> actions;   // [P][...]
+  std::vector<int> rank_of_stage;            // [S]
+  std::vector<std::vector<Action>> actions;  // [P][...]
 
   [[nodiscard]] int rank_of(StageIndex s) const { return rank_of_stage.at(static_cast<std::size_t>(to_int(s))); }
   [[nodiscard]] StageIndex last_stage() const noexcept { return StageIndex{shape.stages() - 1}; }

@@ -46,11 +46,10 @@ struct Tensor {
 inline Tensor make_tensor(void* data, DType dtype, Shape shape) noexcept { return {data, dtype, shape, shape.cols}; }
 
 // A GEMM operand as a fused op writes it.
-// FP8: rowwise [rows, cols], its physical transpose columnwise [cols, rows] (Hopper's FP8 GEMM is TN only) and scale_inv.
-// BF16 and FP32: rowwise only; columnwise and scale_inv are empty.
-// scale_inv lives with the quantized tensor, not with its slot: a deferred W dequantizes with its own microbatch's scale
-// (semantics.md 1.2). It is [G, 1] FP32, one row per microbatch of a W group, row pitch kScalePitch (cuBLASLt wants each
-// scale on its own 16 bytes).
+// FP8: rowwise [rows, cols], its physical transpose columnwise [cols, rows] (Hopper's FP8 GEMM is TN only) and
+// scale_inv. BF16 and FP32: rowwise only; columnwise and scale_inv are empty. scale_inv lives with the quantized
+// tensor, not with its slot: a deferred W dequantizes with its own microbatch's scale (semantics.md 1.2). It is [G, 1]
+// FP32, one row per microbatch of a W group, row pitch kScalePitch (cuBLASLt wants each scale on its own 16 bytes).
 inline constexpr std::int64_t kScalePitch = 4;
 struct Operand {
   Tensor rowwise;

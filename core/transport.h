@@ -21,9 +21,9 @@ class Transport {
   [[nodiscard]] virtual int rank(Group) const = 0;
   [[nodiscard]] virtual int size(Group) const = 0;
 
-  // Stream-ordered; `peer` is a pipeline rank of this replica. Messages of one directed edge match in the order of their
-  // calls on both sides. `label` names the message in reports of a deadline: on expiry of the deadline DeviceError says
-  // what this rank waits for, from whom and since when.
+  // Stream-ordered; `peer` is a pipeline rank of this replica. Messages of one directed edge match in the order of
+  // their calls on both sides. `label` names the message in reports of a deadline: on expiry of the deadline
+  // DeviceError says what this rank waits for, from whom and since when.
   virtual void send(Stream&, const void* data, std::size_t bytes, int peer, const Action& label) = 0;
   virtual void recv(Stream&, void* data, std::size_t bytes, int peer, const Action& label) = 0;
 
