@@ -115,9 +115,9 @@ std::string config_markdown() {
     if (key.section != section) {
       out += "\n## " + (section = key.section) + "\n\n| key | default | values | meaning |\n|---|---|---|---|\n";
     }
-    out += "| `" + key.name + "` | " +
-           (key.derived_default.empty() ? "`" + key.default_text() + "`" : key.derived_default) + " | " + key.range() +
-           " | " + key.meaning + " |\n";
+    const std::string quote = key.derived_default.empty() ? "`" : "";
+    out.append("| `").append(key.name).append("` | ").append(quote).append(key.default_text()).append(quote);
+    out.append(" | ").append(key.range()).append(" | ").append(key.meaning).append(" |\n");
   }
   return out;
 }
