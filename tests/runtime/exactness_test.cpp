@@ -1,0 +1,123 @@
+// The same eight layers give the same bytes whatever the cut, schedule, mode, placement and order of execution.
+// Level "exact in one backend" of the exactness table in ARCHITECTURE.md: digests are compared, nothing is tolerated.
+#include "tests/catch.h"
+#include "tests/runtime/training_run.h"
+
+namespace qe::testing {
+namespace {
+
+using Overrides = std::vector<std::string>;
+
+Overrides operator+(Overrides a, const Overrides& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+const Overrides kReference{"pipeline.backward=full", "gradients.placement=copied"};  // 1f1b, PP=1, eager
+const std::vector<Overrides> kMappings{{"pipeline.schedule=interleaved_1f1b", "pipeline.pipeline_model_parallel_size=2",
+                                        "pipeline.virtual_pipeline_model_parallel_size=2"},
+                                       {"pipeline.schedule=zbv", "pipeline.pipeline_model_parallel_size=2"}};
+const std::vector<Overrides> kModes{{"execution.mode=eager"}, {"execution.mode=graph"}};
+const std::vector<Overrides> kBackwards{{"pipeline.backward=split"}, {"pipeline.backward=full"}};
+
+TraceRecords trace_of(const Overrides& overrides, int steps, DrainPolicy policy = DrainPolicy::kImmediate,
+                      std::uint64_t seed = 0) {
+  return run_training(test_config(overrides), {.steps = steps, .policy = policy, .policy_seed = seed}).trace;
+}
+
+void require_equal(const TraceRecords& reference, const TraceRecords& trace, const Overrides& cell) {
+  std::string name;
+  for (const std::string& o : cell) name += o + " ";
+  std::string text;
+  for (const std::string& line : differences(reference, trace)) text += "\n  " + line;
+  INFO(name << text);
+  REQUIRE(text.empty());
+}
+
+void check_matrix(int steps, const std::vector<Overrides>& placements, const TraceRecords& reference) {
+  for (const Overrides& mapping : kMappings) {
+    for (const Overrides& mode : kModes) {
+      for (const Overrides& backward : kBackwards) {
+        for (const Overrides& placement : placements) {
+          const Overrides cell = mapping + mode + backward + placement;
+          require_equal(reference, trace_of(cell, steps), cell);
+        }
+      }
+    }
+  }
+}
+
+const std::vector<Overrides> kViews{{"gradients.placement=copied"}, {"gradients.placement=arena"}};
+const std::vector<Overrides> kSlots{{"pipeline.tape_slots=peak"}, {"pipeline.tape_slots=per_microbatch"}};
+
+}  // namespace
+
+TEST_CASE("a trace covers every category, layer and microbatch") {
+  const TraceRecords trace = trace_of(kReference, 2);
+  std::map<std::string, int> by_category;
+  for (const auto& [key, digest] : trace) by_category[key.category] += key.step == 2 ? 1 : 0;
+  const int layers = 8, microbatches = 4;
+  CHECK(by_category["layer output"] == layers * microbatches);
+  CHECK(by_category["layer dX"] == layers * microbatches);
+  CHECK(by_category["loss"] == microbatches);
+  CHECK(by_category["matrix gradient"] == (layers * 6 + 1) * microbatches);
+  CHECK(by_category["vector gradient"] == (layers * 10 + 4) * microbatches);
+  CHECK(by_category["retained X^T"] == (layers * 4 + 1) * microbatches);
+  CHECK(by_category["retained dY^T"] == (layers * 4 + 1) * microbatches);
+  CHECK(by_category["scale_inv"] == 2 * (layers * 4 + 1) * microbatches);
+  CHECK(by_category["main gradient"] == layers * 16 + 5);
+  CHECK(by_category["weight epoch"] == layers);
+}
+
+TEST_CASE("another seed gives another trace, so equality says something") {
+  CHECK_FALSE(differences(trace_of(kReference, 1), trace_of(kReference + Overrides{"training.seed=2"}, 1)).empty());
+}
+
+TEST_CASE("schedule, cut, mode, backward and placement do not show in six steps") {
+  check_matrix(6, kViews, trace_of(kReference, 6));
+}
+
+TEST_CASE("with accumulate, peak and per-microbatch slots give the same bytes in six steps") {
+  check_matrix(6, kSlots, trace_of({"pipeline.backward=full", "pipeline.tape_slots=per_microbatch"}, 6));
+}
+
+TEST_CASE("the matrix holds over twenty steps", "[slow]") {
+  check_matrix(20, kViews, trace_of(kReference, 20));
+  check_matrix(20, kSlots, trace_of({"pipeline.backward=full", "pipeline.tape_slots=per_microbatch"}, 20));
+}
+
+TEST_CASE("any order that the wait edges allow gives the same bytes, and none deadlocks") {
+  const TraceRecords reference = trace_of(kReference, 2);
+  for (const Overrides& mapping : kMappings) {
+    for (std::uint64_t seed = 0; seed < 10; ++seed) {
+      const Overrides cell = mapping + Overrides{"gradients.placement=arena", "execution.mode=graph"};
+      require_equal(reference, trace_of(cell, 2, DrainPolicy::kAdversarial, 100 * seed), cell);
+    }
+  }
+}
+
+TEST_CASE("uneven cuts give the same bytes") {
+  const TraceRecords reference = trace_of(kReference, 3);
+  for (const Overrides& mapping : kMappings) {
+    const Overrides cell = mapping + Overrides{"gradients.placement=arena", "pipeline.layers_per_stage=[3,1,3,1]"};
+    require_equal(reference, trace_of(cell, 3), cell);
+  }
+}
+
+TEST_CASE("every precision, head, format, scale update and moment type is independent of the mapping") {
+  const std::vector<Overrides> variants{{"precision.compute=bf16"},
+                                        {"precision.compute=fp32"},
+                                        {"head.precision=fp8_dynamic"},
+                                        {"head.precision=bf16"},
+                                        {"fp8.format=e4m3"},
+                                        {"fp8.scale_update=step"},
+                                        {"fp8.amax_compute_algo=most_recent", "fp8.margin=1"},
+                                        {"optimizer.moments_dtype=bf16"},
+                                        {"gradients.dtype=bf16"}};
+  for (const Overrides& variant : variants) {
+    const TraceRecords reference = trace_of(variant, 3);
+    require_equal(reference, trace_of(variant + kMappings[1] + Overrides{"execution.mode=graph"}, 3), variant);
+  }
+}
+
+}  // namespace qe::testing
