@@ -75,8 +75,9 @@ struct ExecutionSection {
 };
 
 struct DataSection {
-  std::vector<std::string> train;  // globs
-  std::vector<std::string> valid;  // globs; empty: no evaluation
+  std::vector<std::string> train;          // globs
+  std::vector<std::string> valid;          // globs; empty: no evaluation
+  std::vector<std::string> out_of_domain;  // globs; evaluated once, after the last step
 };
 
 struct ReportSection {

@@ -249,6 +249,8 @@ void add_machine(std::vector<KeySpec>& table) {
   Section d(table, "data");
   d.texts("train", QE_FIELD(data.train), "token files to train on; paths or globs, a string or a list");
   d.texts("valid", QE_FIELD(data.valid), "token files to evaluate on; none: no evaluation");
+  d.texts("out_of_domain", QE_FIELD(data.out_of_domain),
+          "token files of another kind of text, evaluated once after the last step; none: not evaluated");
   d.only("format", "llmc", "llm.c shards, uint16 or uint32");
 
   Section(table, "report")

@@ -57,6 +57,9 @@ int run_ranks(const Config& config, const std::string& command_line) {
   int code = static_cast<int>(ExitCode::kRuntime);
   try {
     return run_train(config, command_line);
+  } catch (const NonFiniteError& e) {  // every rank decided alike: told once, and the job ends in order
+    if (rank == 0) print_error(e.what());
+    return static_cast<int>(e.exit_code());
   } catch (const Error& e) {
     print_error("rank " + std::to_string(rank) + ": " + e.what());
     code = static_cast<int>(e.exit_code());

@@ -181,23 +181,24 @@ std::string report_json(const RunReport& r) {
   for (const CheckResult& c : r.checks)
     checks.push_back({{"name", c.name}, {"passed", c.passed}, {"detail", c.detail}});
   const std::size_t steps = r.rank_step_ms.empty() ? 0 : r.rank_step_ms.front().size();
-  Json root{
-      {"schema_version", kReportSchemaVersion},
-      {"command", r.command},
-      {"status", r.status},
-      {"config", Json::parse(dump_config(r.config))},
-      {"derived", {{"microbatches", r.config.microbatches()}, {"ranks", r.config.ranks()}}},
-      {"environment", Json::parse(environment_json())},
-      {"steps", steps},
-      {"skipped_steps", r.skipped_steps},
-      {"initial", {{"train_loss", optional_number(r.initial_train_loss)}}},
-      {"final",
-       {{"train_loss", optional_number(r.final_train_loss)}, {"valid_loss", optional_number(r.final_valid_loss)}}},
-      {"baselines", nullptr},
-      {"data", {{"train", json_of(r.train_data)}, {"valid", nullptr}}},
-      {"timing", timing_of(r)},
-      {"resources", resources},
-      {"checks", checks}};
+  Json root{{"schema_version", kReportSchemaVersion},
+            {"command", r.command},
+            {"status", r.status},
+            {"config", Json::parse(dump_config(r.config))},
+            {"derived", {{"microbatches", r.config.microbatches()}, {"ranks", r.config.ranks()}}},
+            {"environment", Json::parse(environment_json())},
+            {"steps", steps},
+            {"skipped_steps", r.skipped_steps},
+            {"initial", {{"train_loss", optional_number(r.initial_train_loss)}}},
+            {"final",
+             {{"train_loss", optional_number(r.final_train_loss)},
+              {"valid_loss", optional_number(r.final_valid_loss)},
+              {"out_of_domain_loss", optional_number(r.out_of_domain_loss)}}},
+            {"baselines", nullptr},
+            {"data", {{"train", json_of(r.train_data)}, {"valid", nullptr}}},
+            {"timing", timing_of(r)},
+            {"resources", resources},
+            {"checks", checks}};
   if (r.baselines) root["baselines"] = {{"bigram", r.baselines->bigram}, {"trigram", r.baselines->trigram}};
   if (r.valid_data) root["data"]["valid"] = json_of(*r.valid_data);
   return root.dump(2) + "\n";

@@ -66,6 +66,7 @@ struct RunReport {
   std::optional<double> initial_train_loss;  // of step 1
   std::optional<double> final_train_loss;    // of the last step
   std::optional<double> final_valid_loss;
+  std::optional<double> out_of_domain_loss;
   std::optional<NgramBaseline> baselines;
   DataCounts train_data;
   std::optional<DataCounts> valid_data;

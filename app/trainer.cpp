@@ -66,6 +66,10 @@ Trainer::Trainer(const Config& config, const std::string& command_line)
   if (!config.data.valid.empty()) {
     valid_data_.emplace(config.data.valid, config.model.vocab_size, config.training.seq_length, "data.valid");
   }
+  if (!config.data.out_of_domain.empty()) {
+    out_of_domain_data_.emplace(config.data.out_of_domain, config.model.vocab_size, config.training.seq_length,
+                                "data.out_of_domain");
+  }
   rank_ = std::make_unique<PipelineRank>(*backend_.device, *backend_.ops, *transport_, make_rank_config(config), plan_,
                                          nullptr);
   const auto cells = static_cast<std::size_t>(config.tokens_per_step());
@@ -107,6 +111,7 @@ void Trainer::run() {
       if (valid_data_ && interval > 0 && step % interval == 0 && step != steps) log_evaluation(step);
     }
     if (valid_data_) log_evaluation(steps);
+    if (out_of_domain_data_) report_.out_of_domain_loss = evaluate(*out_of_domain_data_);
     if (valid_data_ && leads()) {
       const std::int64_t windows = config_.training.eval_iters * config_.training.micro_batch_size;
       report_.baselines = ngram_baseline(train_data_, *valid_data_, config_.model.vocab_size, windows);
@@ -125,13 +130,17 @@ void Trainer::train_step(std::uint32_t step) {
   const auto start = Clock::now();
   const StepResult result = rank_->train_step(tokens_, targets_, lr, step);
   step_ms_.push_back(ms_since(start));
+  double slowest_ms = 0.0;
+  for (const std::string& ms : transport_->exchange(std::to_string(step_ms_.back()), Group::kWorld)) {
+    slowest_ms = std::max(slowest_ms, std::stod(ms));
+  }
 
   const double loss = result.loss_sum / static_cast<double>(config_.tokens_per_step());
   if (!report_.initial_train_loss) report_.initial_train_loss = loss;
   report_.final_train_loss = loss;
   const bool skipped = result.scalars.skip != 0;
   if (leads()) {
-    const StepRecord record{step, loss, static_cast<double>(result.scalars.norm), lr, step_ms_.back(), skipped};
+    const StepRecord record{step, loss, static_cast<double>(result.scalars.norm), lr, slowest_ms, skipped};
     metrics_->append(record);
     progress_->step(record);
   }

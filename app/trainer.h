@@ -43,7 +43,7 @@ class Trainer {
   Backend backend_;
   std::unique_ptr<Transport> transport_;
   TokenDataset train_data_;
-  std::optional<TokenDataset> valid_data_;
+  std::optional<TokenDataset> valid_data_, out_of_domain_data_;
   BatchSampler sampler_;
   std::unique_ptr<PipelineRank> rank_;
   std::vector<std::int32_t> tokens_, targets_;  // [M, T]

@@ -63,6 +63,7 @@ say "Training on two ranks; the run's folder is $run"
 export_mpi_environment
 SECONDS=0
 settings=(--set "data.train=$corpus/$train.bin" --set "data.valid=$corpus/$valid.bin" --set "report.dir=$run")
+if [ -f "$corpus/jargon.bin" ]; then settings+=(--set "data.out_of_domain=$corpus/jargon.bin"); fi
 if [ -n "$steps" ]; then
   # The warm-up keeps its share of the run.
   settings+=(--set "training.train_iters=$steps" --set "training.lr_warmup_iters=$((steps / 12))")
@@ -76,6 +77,7 @@ import json, sys
 report, corpus = (json.load(open(path)) for path in sys.argv[1:])
 rows = [(f"{name} counts", report["baselines"][name]) for name in ("bigram", "trigram")] if report["baselines"] else []
 rows.append(("this model", report["final"]["valid_loss"]))
+rows.append(("on another text", report["final"]["out_of_domain_loss"]))
 print("held-out loss in nats per byte, lower is better:")
 for name, loss in rows:
     print(f"  {name:<16} {'none' if loss is None else format(loss, '.4f')}")

@@ -38,6 +38,9 @@ int run_tokenize(const TokenizeOptions& options) {
 void check_data(const Config& c) {
   TokenDataset(c.data.train, c.model.vocab_size, c.training.seq_length, "data.train");
   if (!c.data.valid.empty()) TokenDataset(c.data.valid, c.model.vocab_size, c.training.seq_length, "data.valid");
+  if (!c.data.out_of_domain.empty()) {
+    TokenDataset(c.data.out_of_domain, c.model.vocab_size, c.training.seq_length, "data.out_of_domain");
+  }
 }
 
 }  // namespace qe
