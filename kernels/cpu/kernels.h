@@ -1,5 +1,6 @@
 // The CPU backend's arithmetic: plain functions that run at once, single-threaded. CpuOps enqueues them.
-// Every sum runs in index order with explicit std::fma where a product is added, so that any machine gives the same bits.
+// Every sum has one fixed order, over indices or over fixed lanes, with explicit std::fma where a product is added, so
+// that any machine gives the same bits.
 #pragma once
 
 #include "core/ops_args.h"
