@@ -65,7 +65,7 @@ case "$mode" in
     ;;
   --tsan)
     # ThreadSanitizer of gcc 12 cannot map its shadow under the address randomisation of new kernels.
-    launch+=(TSAN_OPTIONS=halt_on_error=1)
+    launch+=("TSAN_OPTIONS=halt_on_error=1:suppressions=$ROOT/scripts/tsan.supp")
     if setarch -R true 2>/dev/null; then launch+=(setarch -R); fi
     ;;
 esac
