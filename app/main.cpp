@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,7 @@ struct CommandLine {
   std::string config_path;
   std::vector<std::string> overrides;
   TokenizeOptions tokenize;
+  BenchOptions bench;
   bool help_config = false;
   bool schema_markdown = false;
   std::string text;  // as typed, for the report
@@ -40,7 +42,7 @@ bool speaks_for(const Error& e) {
 void print_error(const std::string& message) { std::fprintf(stderr, "qeffect: error: %s\n", message.c_str()); }
 
 // Between MPI_Init and MPI_Finalize. An exception leaves through MPI_Abort, or the other ranks would wait for this one.
-int run_ranks(const Config& config, const std::string& command_line) {
+int run_ranks(const Config& config, const std::function<int()>& body) {
   int rank = 0, size = 1;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &size);
@@ -56,7 +58,7 @@ int run_ranks(const Config& config, const std::string& command_line) {
   }
   int code = static_cast<int>(ExitCode::kRuntime);
   try {
-    return run_train(config, command_line);
+    return body();
   } catch (const NonFiniteError& e) {  // every rank decided alike: told once, and the job ends in order
     if (rank == 0) print_error(e.what());
     return static_cast<int>(e.exit_code());
@@ -71,14 +73,29 @@ int run_ranks(const Config& config, const std::string& command_line) {
   return code;
 }
 
+int run_job(const Config& config, const std::function<int()>& body) {
+  int provided = 0;
+  MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);
+  const int code = run_ranks(config, body);
+  MPI_Finalize();
+  return code;
+}
+
 int train(const CommandLine& line) {
   const Config config = load_config(line.config_path, line.overrides);
   check_data(config);
-  int provided = 0;
-  MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);
-  const int code = run_ranks(config, line.text);
-  MPI_Finalize();
-  return code;
+  return run_job(config, [&] { return run_train(config, line.text); });
+}
+
+int bench(const CommandLine& line) {
+  const Config config = load_config(line.config_path, line.overrides);
+  return run_job(config, [&] { return run_bench(config, line.bench, line.text); });
+}
+
+void add_config_options(CLI::App& command, CommandLine& line) {
+  command.add_option("--config", line.config_path, "Config file (JSON)")->required();
+  command.add_option("--set", line.overrides, "Override a key: section.key=value; may be repeated")
+      ->allow_extra_args(false);
 }
 
 void declare_options(CLI::App& app, CommandLine& line) {
@@ -87,9 +104,18 @@ void declare_options(CLI::App& app, CommandLine& line) {
   app.require_subcommand(0, 1);
 
   CLI::App* train = app.add_subcommand("train", "Train a model");
-  train->add_option("--config", line.config_path, "Config file (JSON)")->required();
-  train->add_option("--set", line.overrides, "Override a key: section.key=value; may be repeated")
-      ->allow_extra_args(false);
+  add_config_options(*train, line);
+
+  CLI::App* bench = app.add_subcommand("bench", "Time complete steps on random tokens, and each operation alone");
+  add_config_options(*bench, line);
+  bench->add_option("--steps", line.bench.steps, "Measured optimizer steps; 0: none")
+      ->check(CLI::Range(0, 1000000))
+      ->capture_default_str();
+  bench->add_option("--warmup", line.bench.warmup, "Steps before them, the first included")
+      ->check(CLI::Range(1, 1000000))
+      ->capture_default_str();
+  bench->add_flag("--ops", line.bench.ops, "Also time each operation at the config's shapes");
+  bench->add_option("--output", line.bench.output, "Write the results as JSON");
 
   CLI::App* tokenize = app.add_subcommand("tokenize", "Turn text files into a token file of bytes (vocabulary 257)");
   tokenize->add_option("--input", line.tokenize.inputs, "Text files, one document each")->required();
@@ -103,11 +129,12 @@ void declare_options(CLI::App& app, CommandLine& line) {
 int dispatch(const CLI::App& app, const CommandLine& line) {
   if (line.help_config) return std::fputs(config_help().c_str(), stdout) < 0 ? 1 : 0;
   if (app.got_subcommand("train")) return train(line);
+  if (app.got_subcommand("bench")) return bench(line);
   if (app.got_subcommand("tokenize")) return run_tokenize(line.tokenize);
   if (app.got_subcommand("schema")) {
     return std::fputs((line.schema_markdown ? config_markdown() : config_schema()).c_str(), stdout) < 0 ? 1 : 0;
   }
-  throw UsageError("There is no command; use train, tokenize or schema, or see qeffect --help.");
+  throw UsageError("There is no command; use train, bench, tokenize or schema, or see qeffect --help.");
 }
 
 int run(int argc, char** argv) {

@@ -12,6 +12,15 @@ namespace qe {
 // report.
 int run_train(const Config& config, const std::string& command_line);
 
+struct BenchOptions {
+  int steps = 20;      // measured complete optimizer steps; 0: none
+  int warmup = 5;      // steps before them, the first one included
+  bool ops = false;    // each operation alone, on rank 0's device
+  std::string output;  // JSON file; empty: none
+};
+// As run_train, on random tokens; writes no run folder.
+int run_bench(const Config& config, const BenchOptions& options, const std::string& command_line);
+
 struct TokenizeOptions {
   std::vector<std::string> inputs;  // one document each
   std::string output;

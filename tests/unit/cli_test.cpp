@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
+#include <set>
 #include <sstream>
 #include <string>
 
@@ -73,6 +75,33 @@ TEST_CASE("schema prints what is committed") {
   std::ostringstream committed;
   committed << file.rdbuf();
   CHECK(qeffect("schema").text == committed.str());
+}
+
+TEST_CASE("bench times complete steps and every operation, without data") {
+  const Scratch dir;
+  std::ofstream(dir / "c.json") << R"({"data": {"train": "none.bin"}, "model": {"num_layers": 2},
+                                      "training": {"seq_length": 16, "global_batch_size": 2}})";
+  const Outcome out =
+      qeffect("bench --config " + (dir / "c.json") + " --steps 2 --warmup 1 --ops --output " + (dir / "bench.json"));
+  INFO(out.text);
+  REQUIRE(out.code == 0);
+  std::ifstream file(dir / "bench.json");
+  const auto result = nlohmann::json::parse(file);
+  CHECK(result["steps"]["rank_ms"].size() == 1);
+  CHECK(result["steps"]["rank_ms"][0].size() == 2);
+  CHECK(result["steps"]["median_ms"] > 0.0);
+  std::set<std::string> names;
+  for (const auto& op : result["ops"]) {
+    CHECK(op["us"] > 0.0);
+    names.insert(op["name"]);
+  }
+  for (const char* expected :
+       {"gemm F qkv", "gemm I fc2", "gemm W head", "attention_backward", "adamw, a layer, moments f32"}) {
+    INFO(expected);
+    CHECK(names.count(expected) == 1);
+  }
+  CHECK(qeffect("bench --config " + (dir / "c.json") + " --steps 1 --output " + (dir / "no/such/folder.json")).code ==
+        2);
 }
 
 TEST_CASE("a bad config exits 3, bad data exits 4, an existing output exits 2") {

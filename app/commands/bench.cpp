@@ -1,0 +1,137 @@
+// bench: complete optimizer steps on random tokens, and every operation alone. The contract, the executor and the
+// optimizer are those of train; only the data is made up, so that input files cannot matter.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "app/bench/op_times.h"
+#include "app/commands/commands.h"
+#include "app/environment.h"
+#include "app/pipeline_plan.h"
+#include "app/report.h"
+#include "core/error.h"
+#include "core/random.h"
+
+namespace qe {
+namespace {
+
+using Json = nlohmann::ordered_json;
+using Clock = std::chrono::steady_clock;
+double ms_since(Clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
+
+std::vector<std::int32_t> random_tokens(const Config& config, std::uint64_t stream) {
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(config.tokens_per_step()));
+  const auto vocab = static_cast<std::uint32_t>(config.model.vocab_size);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    ids[i] =
+        static_cast<std::int32_t>(philox(static_cast<std::uint64_t>(config.training.seed), stream, i).w[0] % vocab);
+  }
+  return ids;
+}
+
+struct StepTimes {
+  double start_ms = 0;                    // buffers, parameters, capture
+  double first_ms = 0;                    // of this rank
+  std::vector<std::vector<double>> rank;  // [ranks][steps]; on every rank
+  std::int64_t graphs = 0;
+  std::int64_t peak_bytes = 0;
+};
+
+StepTimes time_steps(const Config& config, Backend& backend, Transport& transport, const BenchOptions& options) {
+  StepTimes times;
+  auto start = Clock::now();
+  PipelineRank rank(*backend.device, *backend.ops, transport, make_rank_config(config), make_rank_plan(config),
+                    nullptr);
+  times.start_ms = ms_since(start);
+  const std::vector<std::int32_t> tokens = random_tokens(config, 0), targets = random_tokens(config, 1);
+  std::vector<double> mine;
+  for (int step = 1; step <= options.warmup + options.steps; ++step) {
+    transport.barrier(Group::kWorld);
+    start = Clock::now();
+    rank.train_step(tokens, targets, config.training.lr, static_cast<std::uint32_t>(step));
+    const double ms = ms_since(start);
+    if (step == 1) times.first_ms = ms;
+    if (step > options.warmup) mine.push_back(ms);
+  }
+  for (const std::string& text : transport.exchange(Json(mine).dump(), Group::kWorld)) {
+    times.rank.push_back(Json::parse(text).get<std::vector<double>>());
+  }
+  times.graphs = rank.counts().graphs;
+  times.peak_bytes = static_cast<std::int64_t>(backend.device->memory_peak());
+  return times;
+}
+
+// The median over steps of the slowest rank's time.
+double median_of_slowest(const StepTimes& times) {
+  std::vector<double> slowest(times.rank.front().size(), 0.0);
+  for (const std::vector<double>& rank : times.rank) {
+    for (std::size_t i = 0; i < rank.size(); ++i) slowest[i] = std::max(slowest[i], rank[i]);
+  }
+  std::nth_element(slowest.begin(), slowest.begin() + static_cast<std::ptrdiff_t>(slowest.size() / 2), slowest.end());
+  return slowest[slowest.size() / 2];
+}
+
+Json to_json(const OpTime& t) {
+  Json j{{"name", t.name},
+         {"shape", t.shape},
+         {"us", t.microseconds},
+         {"gb_per_s", static_cast<double>(t.bytes) / t.microseconds * 1e-3}};
+  if (t.flops > 0) j["tflop_per_s"] = static_cast<double>(t.flops) / t.microseconds * 1e-6;
+  return j;
+}
+
+void print(const OpTime& t) {
+  std::printf("%-38s %-38s %10.2f us %8.0f GB/s", t.name.c_str(), t.shape.c_str(), t.microseconds,
+              static_cast<double>(t.bytes) / t.microseconds * 1e-3);
+  if (t.flops > 0) std::printf(" %8.1f TFLOP/s", static_cast<double>(t.flops) / t.microseconds * 1e-6);
+  std::printf("\n");
+}
+
+void write(const std::string& path, const Json& result) {
+  std::ofstream file(path);
+  file << result.dump(2) << '\n';
+  if (!file.flush()) throw UsageError("--output " + path + " cannot be written; name a file in a folder that exists.");
+}
+
+}  // namespace
+
+int run_bench(const Config& config, const BenchOptions& options, const std::string& command_line) {
+  Backend backend = make_backend(config.execution.backend);
+  const std::unique_ptr<Transport> transport = make_transport(
+      *backend.device, config.pipeline.pipeline_model_parallel_size, config.parallel.data, config.runtime.timeout_s);
+  const bool leads = transport->rank(Group::kWorld) == 0;
+  Json result{{"command", command_line},
+              {"device", backend.device->description()},
+              {"environment", Json::parse(environment_json())},
+              {"config", Json::parse(dump_config(config))}};
+  if (options.steps > 0) {
+    const StepTimes times = time_steps(config, backend, *transport, options);
+    const double median = median_of_slowest(times);
+    const double tokens = static_cast<double>(config.tokens_per_step()) / (median * 1e-3);
+    const double tflops =
+        tokens * static_cast<double>(flops_per_token(config.model, config.training.seq_length)) * 1e-12;
+    if (leads) {
+      std::printf("%s | step %.3f ms (median of %d, slowest rank) | %.0f tok/s | %.2f TFLOP/s | first step %.1f ms\n",
+                  backend.device->description().c_str(), median, options.steps, tokens, tflops, times.first_ms);
+    }
+    result["steps"] = {{"median_ms", median},        {"tokens_per_s", tokens},     {"tflop_per_s", tflops},
+                       {"start_ms", times.start_ms}, {"first_ms", times.first_ms}, {"warmup", options.warmup},
+                       {"rank_ms", times.rank},      {"graphs", times.graphs},     {"peak_bytes", times.peak_bytes}};
+  }
+  if (options.ops && leads) {
+    result["ops"] = Json::array();
+    for (const OpTime& t : time_ops(backend, config.stage_config())) {
+      print(t);
+      result["ops"].push_back(to_json(t));
+    }
+  }
+  if (leads && !options.output.empty()) write(options.output, result);
+  transport->barrier(Group::kWorld);
+  return 0;
+}
+
+}  // namespace qe
