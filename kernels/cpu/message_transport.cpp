@@ -7,25 +7,6 @@
 namespace qe {
 namespace {
 
-const char* name_of(Group group) {
-  switch (group) {
-    case Group::kWorld:
-      return "world";
-    case Group::kPipeline:
-      return "pipeline";
-    case Group::kData:
-      return "data";
-  }
-  return "?";
-}
-
-Channel stream_channel(Group g) {
-  return static_cast<Channel>(static_cast<int>(Channel::kWorldStream) + static_cast<int>(g));
-}
-Channel control_channel(Group g) {
-  return static_cast<Channel>(static_cast<int>(Channel::kWorldControl) + static_cast<int>(g));
-}
-
 class SendItem final : public Pending {
  public:
   SendItem(std::shared_ptr<Wire> wire, Address to, const void* data, std::size_t bytes, const Action& label)
@@ -179,76 +160,34 @@ class ReduceItem final : public GatherItem {
 
 }  // namespace
 
-DeviceError size_mismatch(int rank, const std::string& what, const std::string& found, std::size_t expected) {
-  return DeviceError("rank " + std::to_string(rank) + ": " + what + " carries " + found + " bytes where " +
-                     std::to_string(expected) +
-                     " are expected, so the two ranks run different lists or shapes; give every rank the same config");
-}
-
 MessageTransport::MessageTransport(CpuDevice& device, std::shared_ptr<Wire> wire, RankLayout layout, double timeout_s)
     : device_(device),
       wire_(std::move(wire)),
       layout_(layout),
       next_send_(static_cast<std::size_t>(layout.pipeline)),
       next_recv_(static_cast<std::size_t>(layout.pipeline)) {
-  device_.set_owner("rank " + std::to_string(layout.rank));
+  device_.set_owner("rank " + std::to_string(layout.world));
   device_.set_deadline(timeout_s);
-}
-
-int MessageTransport::rank(Group group) const {
-  switch (group) {
-    case Group::kWorld:
-      return layout_.rank;
-    case Group::kPipeline:
-      return layout_.rank % layout_.pipeline;
-    case Group::kData:
-      return layout_.rank / layout_.pipeline;
-  }
-  return 0;
-}
-
-int MessageTransport::size(Group group) const {
-  switch (group) {
-    case Group::kWorld:
-      return layout_.pipeline * layout_.data;
-    case Group::kPipeline:
-      return layout_.pipeline;
-    case Group::kData:
-      return layout_.data;
-  }
-  return 0;
-}
-
-int MessageTransport::world_rank_of(int member, Group group) const {
-  switch (group) {
-    case Group::kWorld:
-      return member;
-    case Group::kPipeline:
-      return rank(Group::kData) * layout_.pipeline + member;
-    case Group::kData:
-      return member * layout_.pipeline + rank(Group::kPipeline);
-  }
-  return 0;
 }
 
 void MessageTransport::send(Stream& s, const void* data, std::size_t bytes, int peer, const Action& label) {
   QE_EXPECTS(peer >= 0 && peer < layout_.pipeline && peer != rank(Group::kPipeline), "a message needs another rank");
   const std::uint64_t sequence = next_send_[static_cast<std::size_t>(peer)]++;
-  const Address to{world_rank_of(peer, Group::kPipeline), Channel::kPoint, sequence};
+  const Address to{layout_.world_rank_of(peer, Group::kPipeline), Channel::kPoint, sequence};
   device_.enqueue_message(s, std::make_unique<SendItem>(wire_, to, data, bytes, label));
 }
 
 void MessageTransport::recv(Stream& s, void* data, std::size_t bytes, int peer, const Action& label) {
   QE_EXPECTS(peer >= 0 && peer < layout_.pipeline && peer != rank(Group::kPipeline), "a message needs another rank");
   const std::uint64_t sequence = next_recv_[static_cast<std::size_t>(peer)]++;
-  const Address from{world_rank_of(peer, Group::kPipeline), Channel::kPoint, sequence};
+  const Address from{layout_.world_rank_of(peer, Group::kPipeline), Channel::kPoint, sequence};
   device_.enqueue_message(s, std::make_unique<RecvItem>(wire_, from, data, bytes, label));
 }
 
 GatherArgs MessageTransport::gather_args(Channel channel, Group group, const char* name) {
   const std::uint64_t sequence = next_[static_cast<std::size_t>(channel)]++;
   GatherArgs args{wire_, {}, rank(group), channel, sequence, {}};
-  for (int i = 0; i < size(group); ++i) args.members.push_back(world_rank_of(i, group));
+  for (int i = 0; i < size(group); ++i) args.members.push_back(layout_.world_rank_of(i, group));
   args.what = std::string(name) + " " + std::to_string(sequence) + " over the " + name_of(group) + " group";
   return args;
 }

@@ -1,8 +1,5 @@
-// Transport on host buffers, written once over a wire: addressing, sequence numbers, reductions in rank order, control
-// plane. Owns no connection: a Wire moves bytes (threads of one process, or MPI).
-//
-// A message is addressed by (from, to, channel, sequence). Sequence numbers are taken when a call is made, not when the
-// stream gets there, so what matches does not depend on streams or on the drain policy.
+// Transport on host buffers, written once over a wire: sequence numbers, reductions in rank order, control plane. Owns
+// no connection: a Wire moves bytes (threads of one process, or MPI).
 #pragma once
 
 #include <array>
@@ -12,47 +9,11 @@
 #include <string_view>
 #include <vector>
 
-#include "core/error.h"
 #include "core/transport.h"
 #include "kernels/cpu/device.h"
+#include "kernels/wire/wire.h"
 
 namespace qe {
-
-enum class Channel : std::uint8_t {
-  kPoint,
-  kWorldStream,  // reductions on streams, one channel a group
-  kPipelineStream,
-  kDataStream,
-  kWorldControl,  // the host control plane
-  kPipelineControl,
-  kDataControl,
-};
-inline constexpr int kChannels = 7;
-
-struct Address {
-  int peer;  // world rank
-  Channel channel;
-  std::uint64_t sequence;  // from 0, per (from, to, channel)
-};
-
-// A message that is expected. Destroyed before it is done, it no longer touches its memory.
-class Receive {
- public:
-  virtual ~Receive() = default;
-  [[nodiscard]] virtual bool done() = 0;  // DeviceError: other size than expected, or the wire is broken
-};
-
-// Neither member blocks.
-class Wire {
- public:
-  virtual ~Wire() = default;
-  virtual void post(const Address& to, const void* data, std::size_t bytes) = 0;  // the bytes are copied
-  // `what` names the message in errors.
-  virtual std::unique_ptr<Receive> expect(const Address& from, void* data, std::size_t bytes, std::string what) = 0;
-};
-
-// What a wire throws when a message does not fit; `found` is a number or "more than" one.
-DeviceError size_mismatch(int rank, const std::string& what, const std::string& found, std::size_t expected);
 
 // What every member of a group sends to every other.
 struct GatherArgs {
@@ -64,18 +25,12 @@ struct GatherArgs {
   std::string what;  // "all_reduce_sum 3 over the data group"
 };
 
-struct RankLayout {
-  int rank;      // world rank: data rank · pipeline + pipeline rank
-  int pipeline;  // P
-  int data;      // replicas
-};
-
 class MessageTransport final : public Transport {
  public:
   MessageTransport(CpuDevice&, std::shared_ptr<Wire>, RankLayout, double timeout_s);
 
-  [[nodiscard]] int rank(Group) const override;
-  [[nodiscard]] int size(Group) const override;
+  [[nodiscard]] int rank(Group group) const override { return layout_.rank(group); }
+  [[nodiscard]] int size(Group group) const override { return layout_.size(group); }
   void send(Stream&, const void* data, std::size_t bytes, int peer, const Action& label) override;
   void recv(Stream&, void* data, std::size_t bytes, int peer, const Action& label) override;
   void all_reduce_sum(Stream&, float* data, std::int64_t count, Group) override;
@@ -85,7 +40,6 @@ class MessageTransport final : public Transport {
   std::vector<std::string> exchange(const std::string& mine, Group) override;
 
  private:
-  [[nodiscard]] int world_rank_of(int member, Group) const;
   GatherArgs gather_args(Channel, Group, const char* name);  // takes the next sequence number of the channel
   // Blocks. all[i] has the size of rank i's text when called and holds the text on return.
   void gather_now(std::string_view mine, std::vector<std::string>& all, Group, const char* name);

@@ -1,5 +1,5 @@
-// Messages between processes over MPI, on host buffers. Owns a duplicate of MPI_COMM_WORLD; MPI_Init and MPI_Finalize
-// are the caller's.
+// Messages between processes over MPI, on host buffers. The connection is kernels/wire/mpi_wire.h's; MPI_Init and
+// MPI_Finalize are the caller's.
 #pragma once
 
 #include <memory>

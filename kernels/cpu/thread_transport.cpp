@@ -107,7 +107,7 @@ class ThreadWire final : public Wire {
 ThreadWorld::ThreadWorld(int pipeline, int data, double timeout_s)
     : state_(std::make_shared<State>(pipeline, data, timeout_s)) {}
 
-std::unique_ptr<Transport> ThreadWorld::connect(int world_rank, CpuDevice& device) {
+std::shared_ptr<Wire> ThreadWorld::wire(int world_rank) {
   QE_EXPECTS(world_rank >= 0 && world_rank < ranks(), "no such rank in this world");
   {
     const std::lock_guard lock(state_->mutex);
@@ -115,7 +115,11 @@ std::unique_ptr<Transport> ThreadWorld::connect(int world_rank, CpuDevice& devic
     QE_EXPECTS(!connected, "a rank connects once: its sequence numbers start at 0");
     connected = true;
   }
-  return std::make_unique<MessageTransport>(device, std::make_shared<ThreadWire>(state_, world_rank),
+  return std::make_shared<ThreadWire>(state_, world_rank);
+}
+
+std::unique_ptr<Transport> ThreadWorld::connect(int world_rank, CpuDevice& device) {
+  return std::make_unique<MessageTransport>(device, wire(world_rank),
                                             RankLayout{world_rank, state_->pipeline, state_->data}, state_->timeout_s);
 }
 

@@ -8,6 +8,7 @@
 #include "core/error.h"
 #include "core/transport.h"
 #include "kernels/cpu/device.h"
+#include "kernels/wire/wire.h"
 
 namespace qe {
 
@@ -24,6 +25,8 @@ class ThreadWorld {
   // Once per rank, from any thread. The transport is used by the thread of its device and may outlive the world. When
   // it is destroyed by an exception, the world is aborted.
   std::unique_ptr<Transport> connect(int world_rank, CpuDevice&);
+  // The wire alone, for other transports; instead of connect().
+  std::shared_ptr<Wire> wire(int world_rank);
 
   // Everything that waits in this world throws WorldAborted. The first reason stays.
   void abort(const std::string& why) noexcept;
