@@ -51,11 +51,6 @@ struct OptimizerSection {
   DType moments_dtype = DType::kF32;
 };
 
-// The JSON section "gradients": core's GradientConfig and what only a schedule needs.
-struct GradientsSection : GradientConfig {
-  int w_group = 1;  // G
-};
-
 struct PipelineSection {
   int pipeline_model_parallel_size = 1;          // P
   int virtual_pipeline_model_parallel_size = 1;  // V, resolved: 2 under zbv, else 1
@@ -97,7 +92,7 @@ struct Config {
   HeadSection head;
   TrainingSection training;
   OptimizerSection optimizer;
-  GradientsSection gradients;
+  GradientConfig gradients;
   PipelineSection pipeline;
   ParallelSection parallel;
   ExecutionSection execution;

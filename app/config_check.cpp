@@ -131,11 +131,25 @@ void check_pipeline(const Config& c, const Given& given, Faults& faults) {
   }
 }
 
-void check_gradients(const Config& c, Faults& faults) {
-  const GradientsSection& g = c.gradients;
-  if (faults.none_at({"gradients.w_group"}) && g.w_group != 1) {
-    faults.add("gradients.w_group", "found " + str(g.w_group) + ", W groups are not available yet; the nearest is 1.");
+void check_w_group(const Config& c, Faults& faults) {
+  const int group = c.gradients.w_group;
+  const std::string found = "found " + str(group) + ", ";
+  if (!faults.none_at({"gradients.w_group"}) || group == 1) return;
+  if (faults.none_at({"gradients.placement"}) && c.gradients.placement != Placement::kAccumulate) {
+    faults.add("gradients.w_group", found + "which needs gradients.placement \"accumulate\"; the nearest is 1.");
+  } else if (faults.none_at({"pipeline.backward"}) && c.pipeline.backward == Backward::kFull) {
+    faults.add("gradients.w_group", found + "which needs pipeline.backward \"split\"; the nearest is 1.");
+  } else if (faults.none_at({"training.global_batch_size", "training.micro_batch_size", "parallel.data"}) &&
+             c.microbatches() % group != 0) {
+    faults.add("gradients.w_group", found + "wanted a divisor of the " + str(c.microbatches()) +
+                                        " microbatches of a step; the nearest is " +
+                                        str(nearest_divisor(c.microbatches(), group, [](int) { return true; })) + ".");
   }
+}
+
+void check_gradients(const Config& c, Faults& faults) {
+  const GradientConfig& g = c.gradients;
+  check_w_group(c, faults);
   if (!faults.none_at({"gradients.placement"}) || g.placement == Placement::kAccumulate) return;
   const std::string placement = g.placement == Placement::kArena ? "arena" : "copied";
   if (faults.none_at({"gradients.dtype"}) && g.dtype != DType::kF32) {

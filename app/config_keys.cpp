@@ -199,7 +199,7 @@ void add_gradients_and_pipeline(std::vector<KeySpec>& table) {
       "where W writes: one main gradient, a view per microbatch, or staging and a copy per microbatch");
   g.choice<DType>("dtype", {{"fp32", DType::kF32}, {"bf16", DType::kBF16}}, QE_FIELD(gradients.dtype),
                   "type of the matrices' main gradient; bf16 only with accumulate");
-  g.integer("w_group", 1, 1024, QE_FIELD(gradients.w_group), "microbatches of one W action; only 1 so far");
+  g.integer("w_group", 1, 1024, QE_FIELD(gradients.w_group), "microbatches of one W action; divides the microbatches of a step; more than 1 only with accumulate and split");
 
   Section p(table, "pipeline");
   p.integer("pipeline_model_parallel_size", 1, 1024, QE_FIELD(pipeline.pipeline_model_parallel_size), "pipeline ranks");

@@ -4,7 +4,8 @@ namespace qe {
 
 RankPlan make_rank_plan(const Config& config) {
   RankPlan plan;
-  plan.schedule = lower(make_schedule(config.pipeline.schedule, config.shape(), config.pipeline.backward));
+  plan.schedule = lower(group_weight_grads(
+      make_schedule(config.pipeline.schedule, config.shape(), config.pipeline.backward), config.gradients.w_group));
   validate(plan.schedule);
   const Resources needs = resources(plan.schedule);
   for (const StageResources& s : needs.stages) {

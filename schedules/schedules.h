@@ -30,6 +30,11 @@ Schedule make_zb1p(const PipelineShape&);              // semantics.md 3.5; V = 
 // Any of them; kFull drops every W and turns I into B at its place (design.md 5).
 Schedule make_schedule(ScheduleKind, const PipelineShape&, Backward);
 
+// Makes one W of every `group` consecutive microbatches {0..G-1}, {G..2G-1}, …, in the place of its last member's W, so
+// that what a W sums does not depend on the schedule (design.md 4). On a compute list whose Ws are single. Throws
+// ScheduleError unless `group` divides M.
+Schedule group_weight_grads(Schedule compute, int group);
+
 // Adds SEND/RECV and REDUCE_GRAD so that order cannot deadlock (semantics.md 3.1). Throws ScheduleError when no rank
 // can go on, with the grid.
 Schedule lower(const Schedule& compute);

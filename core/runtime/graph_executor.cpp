@@ -53,8 +53,10 @@ void GraphExecutor::call(const Key& key, std::span<const SlotIndex> slots) const
 }
 
 void GraphExecutor::capture_unit(const Key& key) {
-  const SlotIndex slot{key.slot};
-  const std::span<const SlotIndex> slots(&slot, 1);
+  std::vector<SlotIndex> slots{SlotIndex{key.slot}};
+  if (key.unit == Unit::kWeightGrad) {
+    for (int i = 1; i < stage(key.stage).w_group(); ++i) slots.push_back(SlotIndex{key.slot + i});
+  }
   if (key.unit == Unit::kWeightGrad || key.unit == Unit::kFullBackward) check_destinations(stage(key.stage), slots);
   graphs_[key] = device_.capture(graph_, [&] { call(key, slots); });
   ++counts_.graphs;
@@ -70,7 +72,7 @@ void GraphExecutor::capture() {
       capture_unit({s->index(), Unit::kForward, slot, false});
       if (!config_.full_backward) capture_unit({s->index(), Unit::kInputGrad, slot, false});
       // Slot 0 holds microbatch 0 of every step: a slot that no other microbatch uses needs the first-write form only.
-      capture_unit({s->index(), last, slot, slot == 0 && !config_.peak_slots});
+      if (slot % s->w_group() == 0) capture_unit({s->index(), last, slot, slot == 0 && !config_.peak_slots});
     }
     if (config_.peak_slots) {
       capture_unit({s->index(), last, 0, true});

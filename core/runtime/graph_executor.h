@@ -39,7 +39,8 @@ class GraphExecutor {
   GraphExecutor(Device&, Stream& caller, Stream& graph, std::vector<const TransformerStage*> stages, QEffect&,
                 const ExecutorConfig&);
 
-  // Captures every unit: F, I, W (F, B) per slot, one refresh a stage, with peak slots one first-write W (B) a stage.
+  // Captures every unit: F, I (F, B) per slot, W per group of slots, one refresh a stage, with peak slots one
+  // first-write W (B) a stage.
   // Changes no state. Nothing when the mode is eager.
   void capture();
 

@@ -45,6 +45,7 @@ enum class TapeSlots : std::uint8_t { kPerMicrobatch, kPeak };
 struct GradientConfig {
   Placement placement = Placement::kAccumulate;
   DType dtype = DType::kF32;  // of the matrices' main gradient under accumulate; always FP32 otherwise
+  int w_group = 1;            // G: microbatches of one W; divides M
 };
 
 // Everything the stage program needs to know.

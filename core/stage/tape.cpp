@@ -14,6 +14,9 @@ FieldId TapeLayout::add(std::string name, DType dtype, Shape shape) {
 FieldId TapeLayout::add_columns(std::string name, DType dtype, Shape shape) {
   return push({std::move(name), dtype, shape, Kind::kColumns});
 }
+FieldId TapeLayout::add_rows(std::string name, DType dtype, Shape shape) {
+  return push({std::move(name), dtype, shape, Kind::kRows});
+}
 FieldId TapeLayout::add_scale_inv(std::string name) {
   return push({std::move(name), DType::kF32, {1, 1}, Kind::kScaleInv});
 }
@@ -38,7 +41,7 @@ OperandField add_operand(TapeLayout& layout, const std::string& name, DType dtyp
     f.columnwise = layout.add_columns(name + ".columnwise", dtype, {shape.cols, shape.rows});
     f.scale_inv = layout.add_scale_inv(name + ".scale_inv");
   } else {
-    f.rowwise = layout.add(name + ".rowwise", dtype, shape);
+    f.rowwise = layout.add_rows(name + ".rowwise", dtype, shape);
   }
   return f;
 }
@@ -79,6 +82,8 @@ Tensor Tape::at(FieldId id, SlotIndex slot) const {
   switch (f.kind) {
     case TapeLayout::Kind::kColumns:
       return {base + member * f.shape.cols * element, f.dtype, f.shape, f.shape.cols * group_};
+    case TapeLayout::Kind::kRows:
+      return make_tensor(base + member * f.shape.elements() * element, f.dtype, f.shape);
     case TapeLayout::Kind::kScaleInv:
       return {base + member * kScalePitch * element, f.dtype, f.shape, kScalePitch};
     default: {
@@ -101,8 +106,11 @@ Operand Tape::at(const OperandField& f, SlotIndex slot) const {
 Operand Tape::group(const OperandField& f, SlotIndex first, int count) const {
   Operand o = at(f, first);
   if (count == 1) return o;
-  QE_EXPECTS(f.fp8 && to_int(first) % group_ == 0 && count == group_,
-             "several microbatches of a W are one whole group");
+  QE_EXPECTS(to_int(first) % group_ == 0 && count == group_, "several microbatches of a W are one whole group");
+  if (!f.fp8) {
+    o.rowwise.shape.rows *= count;
+    return o;
+  }
   o.columnwise.shape.cols *= count;
   o.scale_inv.shape.rows = count;
   return o;

@@ -21,6 +21,8 @@ class TapeLayout {
   FieldId add(std::string name, DType, Shape);
   // One copy per slot; the slots of a W group are adjacent column ranges of one buffer (design.md 4).
   FieldId add_columns(std::string name, DType, Shape);
+  // The same with adjacent row ranges.
+  FieldId add_rows(std::string name, DType, Shape);
   // One FP32 scale_inv per slot; those of a W group are adjacent rows.
   FieldId add_scale_inv(std::string name);
   // One copy for the stage, valid within one action; fields of one name share it, whatever layer asks.
@@ -28,7 +30,7 @@ class TapeLayout {
 
  private:
   friend class Tape;
-  enum class Kind : std::uint8_t { kSlot, kColumns, kScaleInv, kScratch };
+  enum class Kind : std::uint8_t { kSlot, kColumns, kRows, kScaleInv, kScratch };
   struct Field {
     std::string name;
     DType dtype;
@@ -55,10 +57,11 @@ class Tape {
 
   [[nodiscard]] Tensor at(FieldId, SlotIndex) const;
   [[nodiscard]] Operand at(const OperandField&, SlotIndex) const;
-  // The W side of `count` slots from `first`, as one operand: columnwise [rows, count · cols] and count scale_inv in
-  // FP8, else rowwise of the one slot.
+  // The W side of `count` slots from `first`, as one operand: in FP8 columnwise [rows, count · cols] and count
+  // scale_inv, else rowwise [count · rows, cols].
   [[nodiscard]] Operand group(const OperandField&, SlotIndex first, int count) const;
   [[nodiscard]] int slots() const noexcept { return slots_; }
+  [[nodiscard]] int group() const noexcept { return group_; }
 
  private:
   TapeLayout layout_;

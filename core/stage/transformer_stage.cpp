@@ -34,8 +34,7 @@ TransformerStage::TransformerStage(Device& device, Ops& ops, Stream& setup, cons
   }
   if (range.head) head_.emplace(parts, buffers.loss);
 
-  constexpr int kGroup = 1;
-  tape_ = std::make_unique<Tape>(device, parts.tape, slots, kGroup);
+  tape_ = std::make_unique<Tape>(device, parts.tape, slots, config.gradients.w_group);
   microbatch_cells_ = device.allocate(static_cast<std::size_t>(slots) * sizeof(std::int32_t), MemoryKind::kStep);
   const auto recipe = [&](DType format) {
     return ScalingRecipe{format, config.fp8.amax_history_len, config.fp8.margin, config.fp8.amax_compute_algo};

@@ -51,6 +51,7 @@ class TransformerStage {
   [[nodiscard]] StageIndex index() const noexcept { return index_; }
   [[nodiscard]] const StageRange& range() const noexcept { return range_; }
   [[nodiscard]] int slots() const noexcept { return tape_->slots(); }
+  [[nodiscard]] int w_group() const noexcept { return tape_->group(); }  // microbatches of one W
   [[nodiscard]] const StageWeights& weights() const noexcept { return weights_; }
   [[nodiscard]] const GradMemory& gradients() const noexcept { return gradients_; }
   [[nodiscard]] const Fp8State& scaling(Chain c) const noexcept {

@@ -1,5 +1,7 @@
 // The same eight layers give the same bytes whatever the cut, schedule, mode, placement and order of execution.
 // Level "exact in one backend" of the exactness table in ARCHITECTURE.md: digests are compared, nothing is tolerated.
+#include <cmath>
+
 #include "tests/catch.h"
 #include "tests/runtime/training_run.h"
 
@@ -93,6 +95,27 @@ TEST_CASE("any order that the wait edges allow gives the same bytes, and none de
     for (std::uint64_t seed = 0; seed < 20; ++seed) {
       const Overrides cell = mapping + Overrides{"gradients.placement=arena", "execution.mode=graph"};
       require_equal(reference, trace_of(cell, 2, DrainPolicy::kAdversarial, 100 * seed), cell);
+    }
+  }
+}
+
+TEST_CASE("a W group's bytes do not depend on mapping, mode or slots, and its sums stay close to single Ws") {
+  for (const char* precision : {"precision.compute=fp8", "precision.compute=bf16"}) {
+    for (const char* group : {"gradients.w_group=2", "gradients.w_group=4"}) {
+      const Overrides variant{precision, group};
+      const RunOutcome reference = run_training(test_config(variant), {.steps = 3});
+      for (const Overrides& mapping : kMappings) {
+        for (const Overrides& mode : kModes) {
+          for (const Overrides& slots : kSlots) {
+            const Overrides cell = variant + mapping + mode + slots;
+            require_equal(reference.trace, trace_of(cell, 3), cell);
+          }
+        }
+      }
+      // Nothing of the first step's forward or input gradients knows of W; its gradients differ by summation order.
+      const RunOutcome single = run_training(test_config({precision}), {.steps = 1});
+      CHECK(reference.losses[0] == single.losses[0]);
+      CHECK(std::abs(reference.scalars[0].norm / single.scalars[0].norm - 1.0f) < 1e-5f);
     }
   }
 }

@@ -188,6 +188,26 @@ TEST_CASE("a W over several microbatches rounds slots up and needs one W graph a
   CHECK(qe::delayed_weight_grads(list) == std::vector<int>{0});
 }
 
+TEST_CASE("every maker's list stays valid when its Ws are grouped, and a group waits for its last member") {
+  for (const ScheduleKind kind : {k1F1B, kInterleaved1F1B, kZbv, ScheduleKind::kGpipe, ScheduleKind::kZb1p}) {
+    const int chunks = kind == kZbv || kind == kInterleaved1F1B ? 2 : 1;
+    const Schedule single = qe::make_schedule(kind, {2, chunks, 8}, Backward::kSplit);
+    for (const int group : {1, 2, 4, 8}) {
+      INFO(qe::name_of(kind) << " group " << group);
+      const Schedule grouped = qe::group_weight_grads(single, group);
+      qe::validate(qe::lower(grouped));
+      int weight_grads = 0;
+      for (const qe::Action& a : grouped.actions[0]) weight_grads += a.kind == qe::ActionKind::kWeightGrad;
+      CHECK(weight_grads == chunks * 8 / group);
+      const qe::StageResources need = qe::resources(qe::lower(grouped)).stages[0];
+      CHECK(need.peak_slots() % group == 0);
+      CHECK(need.peak_tapes >= qe::resources(qe::lower(single)).stages[0].peak_tapes);
+    }
+    CHECK(qe::group_weight_grads(single, 1).actions == single.actions);
+    REQUIRE_THROWS_WITH(qe::group_weight_grads(single, 3), ContainsSubstring("do not divide 8 microbatches"));
+  }
+}
+
 TEST_CASE("receive rings are one deep for classic 1f1b, at most two for zbv, a round deep for interleaved chunks") {
   for (const int ranks : {2, 3, 4, 8}) {
     for (int rounds = 2; rounds <= 4; ++rounds) {

@@ -165,7 +165,14 @@ TEST_CASE("features that do not exist are refused by name with a reason") {
   CHECK_THAT(refused({"checkpoint.dir=x"}), ContainsSubstring("checkpoint: refused: saving"));
   CHECK_THAT(refused({"execution.graph_scope=step"}), ContainsSubstring("wanted \"action\""));
   CHECK_THAT(refused({"parallel.data=2", "training.global_batch_size=8"}), ContainsSubstring("parallel.data: found 2"));
-  CHECK_THAT(refused({"gradients.w_group=4"}), ContainsSubstring("gradients.w_group: found 4"));
+}
+
+TEST_CASE("W groups divide the microbatches and need one accumulated gradient and a W of its own") {
+  CHECK(refused({"gradients.w_group=4"}) == "accepted");
+  CHECK_THAT(refused({"gradients.w_group=3"}), ContainsSubstring("a divisor of the 4 microbatches of a step; the "
+                                                                 "nearest is 2"));
+  CHECK_THAT(refused({"gradients.w_group=2", "gradients.placement=arena"}), ContainsSubstring("\"accumulate\""));
+  CHECK_THAT(refused({"gradients.w_group=2", "pipeline.backward=full"}), ContainsSubstring("\"split\""));
 }
 
 TEST_CASE("comments are allowed; a byte order mark, trailing commas and duplicates are refused with their place") {
