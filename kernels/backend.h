@@ -15,8 +15,9 @@ struct Backend {
   std::unique_ptr<Ops> ops;  // destroyed before its device
 };
 
-// "cpu", "cuda" or "auto". Throws ConfigError when the backend was not built in, DeviceError when it has no device.
-Backend make_backend(const std::string& name);
+// "cpu", "cuda" or "auto": cuda where it was built and the process sees a GPU, else cpu. `ordinal`: which of those
+// GPUs. Throws ConfigError when the backend was not built in, DeviceError when it has no usable device.
+Backend make_backend(const std::string& name, int ordinal = 0);
 
 // Messages between the processes of an MPI job, as the device can carry them. Collective, between MPI_Init and
 // MPI_Finalize. Throws ConfigError when the job has not pipeline · data ranks.

@@ -1,0 +1,231 @@
+#include "kernels/cuda/gemm_plan.h"
+
+#include <xxhash.h>
+
+#include <cstdio>
+
+#include "core/error.h"
+#include "kernels/cuda/check.h"
+
+namespace qe::cuda {
+
+namespace {
+
+// cuBLASLt is column-major: our row-major D[m, n] is its D[n, m], so its A is our B and its B is our A.
+
+constexpr std::uint32_t kAlignment = 256;  // bytes, of the question asked; the calls have at least 16
+// Partial sums of a split K stay FP32 until the one rounding into D.
+constexpr std::uint32_t kReductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+
+struct Destroy {
+  void operator()(cublasLtMatmulDesc_t d) const noexcept { (void)cublasLtMatmulDescDestroy(d); }
+  void operator()(cublasLtMatrixLayout_t l) const noexcept { (void)cublasLtMatrixLayoutDestroy(l); }
+  void operator()(cublasLtMatmulPreference_t p) const noexcept { (void)cublasLtMatmulPreferenceDestroy(p); }
+};
+using DescHandle = std::unique_ptr<cublasLtMatmulDescOpaque_t, Destroy>;
+using LayoutHandle = std::unique_ptr<cublasLtMatrixLayoutOpaque_t, Destroy>;
+using PreferenceHandle = std::unique_ptr<cublasLtMatmulPreferenceOpaque_t, Destroy>;
+
+cudaDataType_t cuda_type(DType t) {
+  switch (t) {
+    case DType::kF32:
+      return CUDA_R_32F;
+    case DType::kBF16:
+      return CUDA_R_16BF;
+    case DType::kE4M3:
+      return CUDA_R_8F_E4M3;
+    case DType::kE5M2:
+      return CUDA_R_8F_E5M2;
+    default:
+      break;
+  }
+  QE_EXPECTS(false, "a GEMM computes on floating-point matrices");
+}
+
+// A row-major matrix [rows, cols] as cuBLASLt sees it: cols x rows.
+LayoutHandle layout(DType type, std::int64_t rows, std::int64_t cols, std::int64_t pitch) {
+  cublasLtMatrixLayout_t made = nullptr;
+  QE_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&made, cuda_type(type), static_cast<std::uint64_t>(cols),
+                                             static_cast<std::uint64_t>(rows), pitch));
+  return LayoutHandle(made);
+}
+
+template <class T>
+void set(const DescHandle& desc, cublasLtMatmulDescAttributes_t attribute, const T& value) {
+  QE_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(desc.get(), attribute, &value, sizeof value));
+}
+template <class T>
+void set(const PreferenceHandle& preference, cublasLtMatmulPreferenceAttributes_t attribute, const T& value) {
+  QE_CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference.get(), attribute, &value, sizeof value));
+}
+
+void set_pointers(const DescHandle& desc, const GemmKey& key, const void* a_scale, const void* b_scale,
+                  const void* bias) {
+  if (is_fp8(key.b)) set(desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, b_scale);
+  if (is_fp8(key.a)) set(desc, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, a_scale);
+  if (key.has_bias) set(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+}
+
+bool aligned(const Tensor& t) { return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0; }
+
+void check(const GemmArgs& args, const GemmKey& key) {
+  const Shape a = args.a_transposed ? Shape{key.k, key.m} : Shape{key.m, key.k};
+  const Shape b = args.b_transposed ? Shape{key.k, key.n} : Shape{key.n, key.k};
+  QE_EXPECTS(args.a.shape == a && args.b.shape == b, "the operands' shapes do not make D's");
+  QE_EXPECTS(!args.a_transposed || !is_fp8(args.a.dtype), "an FP8 operand must be K-contiguous");
+  QE_EXPECTS(!args.b_transposed || !is_fp8(args.b.dtype), "an FP8 operand must be K-contiguous");
+  QE_EXPECTS(args.a_scale_inv.empty() == !is_fp8(args.a.dtype), "exactly the FP8 operands have a scale_inv");
+  QE_EXPECTS(args.b_scale_inv.empty() == !is_fp8(args.b.dtype), "exactly the FP8 operands have a scale_inv");
+  QE_EXPECTS(args.a_scale_inv.shape.rows == args.b_scale_inv.shape.rows, "both operands have as many scales");
+  QE_EXPECTS(args.bias.empty() || args.bias.shape == (Shape{1, key.n}), "the bias is [1, n]");
+  QE_EXPECTS(args.residual.empty() || (args.residual.shape == args.d.shape && args.residual.dtype == args.d.dtype),
+             "the residual has D's shape and type");
+  QE_EXPECTS(!args.accumulate || (args.bias.empty() && args.residual.empty()), "accumulate has no other addend");
+  QE_EXPECTS(aligned(args.a) && aligned(args.b) && aligned(args.bias) && aligned(args.residual) && aligned(args.d) &&
+                 aligned(args.a_scale_inv) && aligned(args.b_scale_inv),
+             "cuBLASLt reads and writes matrices that begin on 16 bytes");
+}
+
+std::string hex(const cublasLtMatmulAlgo_t& algorithm) {
+  std::string text;
+  for (const std::uint64_t word : algorithm.data) {
+    char digits[20];
+    std::snprintf(digits, sizeof digits, " %016llx", static_cast<unsigned long long>(word));
+    text += digits;
+  }
+  return text;
+}
+
+[[noreturn]] void refuse(const GemmKey& key, const char* what, cublasStatus_t status) {
+  throw DeviceError("cuBLASLt " + std::to_string(cublasLtGetVersion()) + " " + what + " " + to_string(key) + ": " +
+                    cublasLtGetStatusString(status) +
+                    "; FP8 products need sizes and pitches that are multiples of 16, so check model.hidden_size, "
+                    "model.ffn_hidden_size and the tokens of a microbatch.");
+}
+
+}  // namespace
+
+GemmKey::GemmKey(const GemmArgs& args)
+    : m(args.d.shape.rows),
+      n(args.d.shape.cols),
+      k(args.a_transposed ? args.a.shape.rows : args.a.shape.cols),
+      a(args.a.dtype),
+      b(args.b.dtype),
+      d(args.d.dtype),
+      a_transposed(args.a_transposed),
+      b_transposed(args.b_transposed),
+      a_pitch(args.a.row_pitch),
+      b_pitch(args.b.row_pitch),
+      c_pitch(args.residual.empty() ? args.d.row_pitch : args.residual.row_pitch),
+      d_pitch(args.d.row_pitch),
+      has_bias(!args.bias.empty()),
+      bias(args.bias.dtype),
+      fast_accumulation(args.fast_accumulation && is_fp8(args.a.dtype)),
+      scale_blocks(args.a_scale_inv.empty() ? 1 : args.a_scale_inv.shape.rows) {}
+
+std::string to_string(const GemmKey& key) {
+  const auto operand = [](DType type, bool transposed, std::int64_t pitch) {
+    return std::string(name_of(type)) + (transposed ? " transposed" : "") + " pitch " + std::to_string(pitch);
+  };
+  return "D[m " + std::to_string(key.m) + ", n " + std::to_string(key.n) + "] over k " + std::to_string(key.k) +
+         " (A " + operand(key.a, key.a_transposed, key.a_pitch) + ", B " +
+         operand(key.b, key.b_transposed, key.b_pitch) + ", D " + operand(key.d, false, key.d_pitch) +
+         ", added pitch " + std::to_string(key.c_pitch) +
+         (key.has_bias ? std::string(", bias ") + name_of(key.bias) : "") +
+         (key.fast_accumulation ? ", fast accumulation" : "") +
+         (key.scale_blocks > 1 ? ", scale blocks " + std::to_string(key.scale_blocks) : "") + ")";
+}
+
+struct GemmPlans::Plan {
+  explicit Plan(const GemmKey&);
+  void choose_algorithm(cublasLtHandle_t, const GemmKey&, const Scratch& workspace);
+
+  DescHandle desc;  // its pointers are set anew for every call
+  LayoutHandle a, b, c, d;
+  cublasLtMatmulAlgo_t algorithm{};
+};
+
+GemmPlans::Plan::Plan(const GemmKey& key) {
+  cublasLtMatmulDesc_t made = nullptr;
+  QE_CUBLAS_CHECK(cublasLtMatmulDescCreate(&made, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  desc.reset(made);
+  set(desc, CUBLASLT_MATMUL_DESC_TRANSA, key.b_transposed ? CUBLAS_OP_N : CUBLAS_OP_T);
+  set(desc, CUBLASLT_MATMUL_DESC_TRANSB, key.a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<std::int8_t>(key.fast_accumulation));
+  if (key.has_bias) {
+    set(desc, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+    set(desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(key.bias));
+  }
+  a = key.b_transposed ? layout(key.b, key.k, key.n, key.b_pitch) : layout(key.b, key.n, key.k, key.b_pitch);
+  b = key.a_transposed ? layout(key.a, key.k, key.m, key.a_pitch) : layout(key.a, key.m, key.k, key.a_pitch);
+  c = layout(key.d, key.m, key.n, key.c_pitch);
+  d = layout(key.d, key.m, key.n, key.d_pitch);
+}
+
+void GemmPlans::Plan::choose_algorithm(cublasLtHandle_t handle, const GemmKey& key, const Scratch& workspace) {
+  // The workspace stands for every pointer, so that no call's addresses enter the question.
+  set_pointers(desc, key, workspace.data, workspace.data, workspace.data);
+  cublasLtMatmulPreference_t made = nullptr;
+  QE_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&made));
+  const PreferenceHandle preference(made);
+  set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, std::uint64_t{workspace.bytes});
+  set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, kReductions);
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, kAlignment);
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, kAlignment);
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, kAlignment);
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, kAlignment);
+
+  cublasLtMatmulHeuristicResult_t result{};
+  int found = 0;
+  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, desc.get(), a.get(), b.get(), c.get(), d.get(),
+                                                               preference.get(), 1, &result, &found);
+  if (status != CUBLAS_STATUS_SUCCESS) refuse(key, "has no algorithm for", status);
+  if (found == 0 || result.state != CUBLAS_STATUS_SUCCESS) refuse(key, "has no algorithm for", result.state);
+  algorithm = result.algo;
+}
+
+GemmPlans::GemmPlans() { QE_CUBLAS_CHECK(cublasLtCreate(&handle_)); }
+GemmPlans::~GemmPlans() { (void)cublasLtDestroy(handle_); }
+
+GemmPlans::Plan& GemmPlans::plan_for(const GemmKey& key, const Scratch& workspace) {
+  std::unique_ptr<Plan>& plan = plans_[key];
+  if (!plan) {
+    auto made = std::make_unique<Plan>(key);
+    made->choose_algorithm(handle_, key, workspace);
+    plan = std::move(made);
+  }
+  return *plan;
+}
+
+void GemmPlans::run(const Launch& launch, const Scratch& workspace, const GemmArgs& args) {
+  const GemmKey key(args);
+  check(args, key);
+  if (key.scale_blocks > 1) {
+    throw DeviceError("a GEMM on CUDA has one scale an operand, but " + to_string(key) +
+                      " was asked for; set gradients.w_group to 1.");
+  }
+  const Plan& plan = plan_for(key, workspace);
+  set_pointers(plan.desc, key, args.a_scale_inv.data, args.b_scale_inv.data, args.bias.data);
+  const float alpha = 1.0f;
+  const float beta = args.accumulate || !args.residual.empty() ? 1.0f : 0.0f;
+  const void* added = args.residual.empty() ? args.d.data : args.residual.data;
+  const cublasStatus_t status = cublasLtMatmul(handle_, plan.desc.get(), &alpha, args.b.data, plan.a.get(), args.a.data,
+                                               plan.b.get(), &beta, added, plan.c.get(), args.d.data, plan.d.get(),
+                                               &plan.algorithm, workspace.data, workspace.bytes, launch.stream);
+  if (status != CUBLAS_STATUS_SUCCESS) refuse(key, "failed to run", status);
+}
+
+std::string GemmPlans::table() const {
+  std::string text = "cuBLASLt " + std::to_string(cublasLtGetVersion()) + "\n";
+  for (const auto& [key, plan] : plans_) {
+    if (plan) text += to_string(key) + ":" + hex(plan->algorithm) + "\n";
+  }
+  return text;
+}
+
+std::uint64_t GemmPlans::digest() const {
+  const std::string text = table();
+  return XXH3_64bits(text.data(), text.size());
+}
+
+}  // namespace qe::cuda
