@@ -1,0 +1,93 @@
+// One kernel for the operations that map elements and end in an Operand: quantize, quantize_weight, cast, GELU and its
+// backward. Owns the tile, the column sums' partials and the launch; the map is the caller's Source.
+//
+// A Source has `Raw` (what a thread loads of one row), `load<kVector>(row, col)` (zeros outside the matrix, which must
+// map to zeros) and `values(raw, v)`.
+#pragma once
+
+#include "kernels/cuda/column_sums.cuh"
+#include "kernels/cuda/operand_tile.cuh"
+
+namespace qe::cuda {
+
+inline constexpr int kTile = 64;                                         // rows and columns of a block
+inline constexpr int kTileGroups = kTile / kLaneElements;                // patches side by side
+inline constexpr int kTileThreads = kTileGroups * (kTile / kPatchRows);  // one patch a thread
+inline constexpr int kTileWarps = kTileThreads / kWarp;
+
+// Sums of the patch's columns over the rows of the warp: lanes that differ in their quad of rows. Fixed order.
+__device__ __forceinline__ void add_rows_of_warp(const Patch& v, float (&sums)[kLaneElements]) {
+#pragma unroll
+  for (int k = 0; k < kLaneElements; ++k) {
+    sums[k] = (v[0][k] + v[1][k]) + (v[2][k] + v[3][k]);
+#pragma unroll
+    for (int lanes = kTileGroups; lanes < kWarp; lanes *= 2) sums[k] += __shfl_xor_sync(0xffffffffu, sums[k], lanes);
+  }
+}
+
+// partials [tiles of rows, cols]; null: no column sums.
+template <class Source, bool kVector>
+__global__ void __launch_bounds__(kTileThreads)
+    write_tile(const Source source, const OperandTarget out, float* partials) {
+  __shared__ TransposeTile<kTile, kTile> transposed;
+  __shared__ float warp_sums[kTileWarps][kTile];
+  __shared__ std::uint32_t warp_amaxes[kTileWarps];
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp;
+  const int first_row = static_cast<int>(blockIdx.y) * kTile, first_col = static_cast<int>(blockIdx.x) * kTile;
+  const int group = thread % kTileGroups, quad = thread / kTileGroups;
+  const int row = first_row + quad * kPatchRows, col = first_col + group * kLaneElements;
+  const bool fp8 = out.type == DType::kE4M3 || out.type == DType::kE5M2;
+  const float scale = fp8 && out.scale != nullptr ? *out.scale : 1.0f;
+
+  typename Source::Raw raw[kPatchRows];
+#pragma unroll
+  for (int i = 0; i < kPatchRows; ++i) raw[i] = source.template load<kVector>(row + i, col);
+  Patch v;
+#pragma unroll
+  for (int i = 0; i < kPatchRows; ++i) source.values(raw[i], v[i]);
+
+  if (fp8) {
+    std::uint32_t columns[kLaneElements];
+    write_codes<kVector>(out, row, col, v, scale, columns);
+    if (out.columnwise != nullptr) transposed.put(group * kLaneElements, quad, columns);
+    if (out.amax != nullptr) {
+      const std::uint32_t m = warp_amax(amax_of(v, 0.0f));
+      if (thread % kWarp == 0) warp_amaxes[warp] = m;
+    }
+    if (thread == 0 && blockIdx.x == 0 && blockIdx.y == 0) write_scale_inv(out, scale);
+  } else if (out.rowwise != nullptr) {
+    write_wide<kVector>(out, row, col, v);
+  }
+  if (partials != nullptr) {
+    float sums[kLaneElements];
+    add_rows_of_warp(v, sums);
+    if (thread % kWarp < kTileGroups) {
+#pragma unroll
+      for (int k = 0; k < kLaneElements; ++k) warp_sums[warp][group * kLaneElements + k] = sums[k];
+    }
+  }
+  __syncthreads();
+  if (out.columnwise != nullptr) transposed.template write<kVector>(out, first_row, first_col, thread, kTileThreads);
+  if (out.amax != nullptr && thread == 0) raise_amax(out.amax, warp_amaxes, kTileWarps);
+  if (partials != nullptr && thread < kTile && first_col + thread < out.cols) {
+    float sum = warp_sums[0][thread];
+    for (int w = 1; w < kTileWarps; ++w) sum += warp_sums[w][thread];
+    partials[blockIdx.y * static_cast<std::int64_t>(out.cols) + first_col + thread] = sum;
+  }
+}
+
+// Writes the operand; gradient [1, cols] FP32 gains the column sums of the values, empty: none.
+template <class Source>
+void write_elementwise(const Launch& launch, const Source& source, bool vectors, const OperandTarget& out,
+                       const Tensor& gradient) {
+  const int row_tiles = tiles(out.rows, kTile);
+  QE_EXPECTS(gradient.empty() || (gradient.dtype == DType::kF32 && gradient.shape == (Shape{1, out.cols})),
+             "column sums go into one FP32 row");
+  float* partials = gradient.empty() ? nullptr : partials_in(launch, row_tiles, 1, out.cols);
+  const LaunchShape shape{dim3(static_cast<unsigned>(tiles(out.cols, kTile)), static_cast<unsigned>(row_tiles)),
+                          kTileThreads, 1, launch.stream};
+  launch_kernel(shape, vectors ? &write_tile<Source, true> : &write_tile<Source, false>, source, out, partials);
+  if (partials != nullptr) add_partials(launch, {partials, row_tiles, out.cols, {gradient.as<float>(), nullptr}});
+}
+
+}  // namespace qe::cuda
