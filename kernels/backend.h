@@ -20,7 +20,9 @@ struct Backend {
 Backend make_backend(const std::string& name, int ordinal = 0);
 
 // Messages between the processes of an MPI job, as the device can carry them. Collective, between MPI_Init and
-// MPI_Finalize. Throws ConfigError when the job has not pipeline · data ranks.
-std::unique_ptr<Transport> make_transport(Device&, int pipeline, int data, double timeout_s);
+// MPI_Finalize; one rank on a GPU needs no MPI. `kind`: "mpi" for the CPU, "ipc" for the GPUs of one host, or "auto".
+// Throws ConfigError when the job has not pipeline · data ranks or the device has no transport of that kind.
+std::unique_ptr<Transport> make_transport(Device&, int pipeline, int data, double timeout_s,
+                                          const std::string& kind = "auto");
 
 }  // namespace qe

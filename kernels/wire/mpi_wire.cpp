@@ -167,19 +167,30 @@ class MpiWire final : public Wire {
   int exceptions_ = std::uncaught_exceptions();
 };
 
+void expect_ranks(int pipeline, int data) {
+  int ranks = 0;
+  QE_MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &ranks));
+  if (ranks == pipeline * data) return;
+  throw ConfigError("pipeline.pipeline_model_parallel_size " + std::to_string(pipeline) + " times parallel.data " +
+                    std::to_string(data) + " need " + std::to_string(pipeline * data) + " ranks, got " +
+                    std::to_string(ranks) + "; start with mpirun -n " + std::to_string(pipeline * data));
+}
+
 }  // namespace
 
 MpiWorld join_mpi_world(int pipeline, int data) {
-  int ranks = 0;
-  QE_MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &ranks));
-  if (ranks != pipeline * data) {
-    throw ConfigError("pipeline.pipeline_model_parallel_size " + std::to_string(pipeline) + " times parallel.data " +
-                      std::to_string(data) + " need " + std::to_string(pipeline * data) + " ranks, got " +
-                      std::to_string(ranks) + "; start with mpirun -n " + std::to_string(pipeline * data));
-  }
+  expect_ranks(pipeline, data);
   auto wire = std::make_shared<MpiWire>();
   const RankLayout layout{wire->rank(), pipeline, data};
   return {std::move(wire), layout};
+}
+
+void expect_no_other_ranks() {
+  int initialized = 0;
+  int finalized = 0;
+  MPI_Initialized(&initialized);
+  MPI_Finalized(&finalized);
+  if (initialized != 0 && finalized == 0) expect_ranks(1, 1);
 }
 
 }  // namespace qe

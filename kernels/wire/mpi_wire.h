@@ -17,4 +17,7 @@ struct MpiWorld {
 // it is used by one thread, so MPI_THREAD_FUNNELED is enough.
 MpiWorld join_mpi_world(int pipeline, int data);
 
+// For a world of one rank, which needs no MPI: ConfigError when this process is one of several in an MPI job.
+void expect_no_other_ranks();
+
 }  // namespace qe
