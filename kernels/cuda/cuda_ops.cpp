@@ -1,41 +1,72 @@
 #include "kernels/cuda/cuda_ops.h"
 
+#include "kernels/cuda/check.h"
 #include "kernels/cuda/kernels.h"
 
 namespace qe {
 
+namespace {
+
+// A launch that the driver refused says so only when it is asked.
+template <class Operation, class... Args>
+void run(const char* name, Operation operation, const cuda::Launch& launch, const Args&... args) {
+  operation(launch, args...);
+  const cudaError_t status = cudaGetLastError();
+  if (status != cudaSuccess) cuda::fail(name, cudaGetErrorString(status), __FILE__, __LINE__);
+}
+
+}  // namespace
+
 void CudaOps::embedding_forward(Stream& s, const EmbeddingForwardArgs& a) {
-  cuda::embedding_forward(device_.launch_on(s), a);
+  run("embedding_forward", cuda::embedding_forward, device_.launch_on(s), a);
 }
 void CudaOps::embedding_backward(Stream& s, const EmbeddingBackwardArgs& a) {
-  cuda::embedding_backward(device_.launch_on(s), a);
+  run("embedding_backward", cuda::embedding_backward, device_.launch_on(s), a);
 }
 void CudaOps::layernorm_quantize(Stream& s, const LayerNormArgs& a) {
-  cuda::layernorm_quantize(device_.launch_on(s), a);
+  run("layernorm_quantize", cuda::layernorm_quantize, device_.launch_on(s), a);
 }
 void CudaOps::layernorm_backward_residual(Stream& s, const LayerNormBackwardArgs& a) {
-  cuda::layernorm_backward_residual(device_.launch_on(s), a);
+  run("layernorm_backward_residual", cuda::layernorm_backward_residual, device_.launch_on(s), a);
 }
-void CudaOps::quantize(Stream& s, const QuantizeArgs& a) { cuda::quantize(device_.launch_on(s), a); }
+void CudaOps::quantize(Stream& s, const QuantizeArgs& a) { run("quantize", cuda::quantize, device_.launch_on(s), a); }
 void CudaOps::quantize_weight(Stream& s, const QuantizeWeightArgs& a) {
-  cuda::quantize_weight(device_.launch_on(s), a);
+  run("quantize_weight", cuda::quantize_weight, device_.launch_on(s), a);
 }
-void CudaOps::dynamic_scale(Stream& s, const DynamicScaleArgs& a) { cuda::dynamic_scale(device_.launch_on(s), a); }
-void CudaOps::cast(Stream& s, const Tensor& from, const Tensor& to) { cuda::cast(device_.launch_on(s), from, to); }
+void CudaOps::dynamic_scale(Stream& s, const DynamicScaleArgs& a) {
+  run("dynamic_scale", cuda::dynamic_scale, device_.launch_on(s), a);
+}
+void CudaOps::cast(Stream& s, const Tensor& from, const Tensor& to) {
+  run("cast", cuda::cast, device_.launch_on(s), from, to);
+}
 void CudaOps::gemm(Stream& s, const GemmArgs& a) { gemms_.run(device_.launch_on(s), device_.gemm_workspace(s), a); }
-void CudaOps::gelu_quantize(Stream& s, const GeluArgs& a) { cuda::gelu_quantize(device_.launch_on(s), a); }
+void CudaOps::gelu_quantize(Stream& s, const GeluArgs& a) {
+  run("gelu_quantize", cuda::gelu_quantize, device_.launch_on(s), a);
+}
 void CudaOps::gelu_backward_quantize_bias(Stream& s, const GeluBackwardArgs& a) {
-  cuda::gelu_backward_quantize_bias(device_.launch_on(s), a);
+  run("gelu_backward_quantize_bias", cuda::gelu_backward_quantize_bias, device_.launch_on(s), a);
 }
-void CudaOps::attention_forward(Stream& s, const AttentionArgs& a) { cuda::attention_forward(device_.launch_on(s), a); }
+void CudaOps::attention_forward(Stream& s, const AttentionArgs& a) {
+  run("attention_forward", cuda::attention_forward, device_.launch_on(s), a);
+}
 void CudaOps::attention_backward(Stream& s, const AttentionBackwardArgs& a) {
-  cuda::attention_backward(device_.launch_on(s), a);
+  run("attention_backward", cuda::attention_backward, device_.launch_on(s), a);
 }
-void CudaOps::cross_entropy(Stream& s, const CrossEntropyArgs& a) { cuda::cross_entropy(device_.launch_on(s), a); }
-void CudaOps::update_scales(Stream& s, const UpdateScalesArgs& a) { cuda::update_scales(device_.launch_on(s), a); }
-void CudaOps::advance_token(Stream& s, std::uint64_t* counter) { cuda::advance_token(device_.launch_on(s), counter); }
-void CudaOps::gradient_norm(Stream& s, const GradientNormArgs& a) { cuda::gradient_norm(device_.launch_on(s), a); }
-void CudaOps::clip_factor(Stream& s, const ClipArgs& a) { cuda::clip_factor(device_.launch_on(s), a); }
-void CudaOps::adamw(Stream& s, const AdamWArgs& a) { cuda::adamw(device_.launch_on(s), a); }
+void CudaOps::cross_entropy(Stream& s, const CrossEntropyArgs& a) {
+  run("cross_entropy", cuda::cross_entropy, device_.launch_on(s), a);
+}
+void CudaOps::update_scales(Stream& s, const UpdateScalesArgs& a) {
+  run("update_scales", cuda::update_scales, device_.launch_on(s), a);
+}
+void CudaOps::advance_token(Stream& s, std::uint64_t* counter) {
+  run("advance_token", cuda::advance_token, device_.launch_on(s), counter);
+}
+void CudaOps::gradient_norm(Stream& s, const GradientNormArgs& a) {
+  run("gradient_norm", cuda::gradient_norm, device_.launch_on(s), a);
+}
+void CudaOps::clip_factor(Stream& s, const ClipArgs& a) {
+  run("clip_factor", cuda::clip_factor, device_.launch_on(s), a);
+}
+void CudaOps::adamw(Stream& s, const AdamWArgs& a) { run("adamw", cuda::adamw, device_.launch_on(s), a); }
 
 }  // namespace qe

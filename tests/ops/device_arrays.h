@@ -18,8 +18,10 @@ namespace qe::test {
 class DeviceArrays {
  public:
   explicit DeviceArrays(const std::string& backend)
-      : backend_(make_backend(backend)), stream_(backend_.device->make_stream("test")) {}
+      : name_(backend), backend_(make_backend(backend)), stream_(backend_.device->make_stream("test")) {}
 
+  [[nodiscard]] bool is(const std::string& backend) const { return name_ == backend; }
+  [[nodiscard]] Device& device() const { return *backend_.device; }
   [[nodiscard]] Ops& ops() const { return *backend_.ops; }
   [[nodiscard]] Stream& stream() const { return *stream_; }
 
@@ -130,6 +132,7 @@ class DeviceArrays {
     return v;
   }
 
+  std::string name_;
   Backend backend_;
   std::unique_ptr<Stream> stream_;
   std::vector<Buffer> buffers_;

@@ -76,7 +76,9 @@ void require_exact_product(DeviceArrays& d, const Problem& p, const Layout& l, D
   INFO(name_of(l.a) << " " << name_of(l.b) << " transposed " << l.a_transposed << l.b_transposed << " pad " << l.pad
                     << " m " << p.m << " n " << p.n << " k " << p.k);
   Operands o(d, p, l);
-  o.args.d = d.matrix(result, p.m, p.n, filled(p.m * p.n, kNaN), p.n + l.pad + 1);
+  // Rows of an FP8 product begin on 16 bytes on CUDA.
+  const std::int64_t gap = is_fp8(l.a) ? 16 : 1;
+  o.args.d = d.matrix(result, p.m, p.n, filled(p.m * p.n, kNaN), p.n + l.pad + gap);
   d.ops().gemm(d.stream(), o.args);
   REQUIRE(d.get(o.args.d) == rounded(result, o.products()));
   REQUIRE(d.padding_intact(o.args.d));
@@ -99,11 +101,13 @@ TEST_CASE("gemm of FP8 integers is exact for every pair of formats") {
 TEST_CASE("gemm of BF16 and FP32 integers is exact in every layout, size and pitch") {
   on_every_backend([](DeviceArrays& d) {
     for (const DType type : {DType::kBF16, DType::kF32}) {
+      // cuBLASLt has no product of FP32 matrices into BF16.
+      const DType narrow = type == DType::kBF16 || d.is("cpu") ? DType::kBF16 : DType::kF32;
       for (const Problem& p : {Problem{48, 80, 112}, Problem{1, 1, 1}, Problem{33, 31, 17}, Problem{5, 70, 300}}) {
         for (const bool at : {false, true}) {
           for (const bool bt : {false, true}) {
             require_exact_product(d, p, {type, type, at, bt, 0}, DType::kF32);
-            require_exact_product(d, p, {type, type, at, bt, 8}, DType::kBF16);
+            require_exact_product(d, p, {type, type, at, bt, 8}, narrow);
           }
         }
       }
@@ -227,34 +231,114 @@ TEST_CASE("the CPU gemm sums in index order with fma, to the bit") {
   REQUIRE(d.get(args.d) == want);
 }
 
-TEST_CASE("gemm gives the same bytes in every call") {
+TEST_CASE("gemm gives the same bytes in every call, eager and captured") {
   on_every_backend([](DeviceArrays& d) {
-    const Problem p{48, 80, 112};
-    GemmArgs args;
-    args.a = d.matrix(DType::kBF16, p.m, p.k, uniform(p.m * p.k, 8));
-    args.b = d.matrix(DType::kBF16, p.n, p.k, uniform(p.n * p.k, 9));
-    args.d = d.matrix(DType::kF32, p.m, p.n, filled(p.m * p.n, kNaN));
-    d.ops().gemm(d.stream(), args);
-    const std::vector<float> first = d.get(args.d);
-    d.set(args.d, filled(p.m * p.n, kNaN));
-    d.ops().gemm(d.stream(), args);
-    REQUIRE(d.get(args.d) == first);
+    // Few tiles over a long K: where a library would split K.
+    for (const Problem& p : {Problem{48, 80, 112}, Problem{64, 64, 4096}}) {
+      for (const DType type : {DType::kBF16, DType::kE4M3}) {
+        Operands o(d, p, {type, type});
+        d.set(o.args.a, uniform(p.m * p.k, 8));
+        d.set(o.args.b, uniform(p.n * p.k, 9));
+        o.args.d = d.matrix(DType::kF32, p.m, p.n, filled(p.m * p.n, kNaN));
+        const auto next = [&](const std::function<void()>& run) {
+          d.set(o.args.d, filled(p.m * p.n, kNaN));
+          run();
+          return d.get(o.args.d);
+        };
+        const std::vector<float> first = next([&] { d.ops().gemm(d.stream(), o.args); });
+        REQUIRE(next([&] { d.ops().gemm(d.stream(), o.args); }) == first);
+        const auto graph = d.device().capture(d.stream(), [&] { d.ops().gemm(d.stream(), o.args); });
+        for (int replay = 0; replay < 2; ++replay) {
+          REQUIRE(next([&] { d.device().launch(*graph, d.stream()); }) == first);
+        }
+      }
+    }
   });
 }
 
-TEST_CASE("the CPU gemm refuses shapes and layouts that do not fit") {
-  DeviceArrays d("cpu");
-  Operands o(d, {16, 16, 32}, {DType::kE4M3, DType::kE4M3});
-  o.args.d = d.matrix(DType::kF32, 16, 16);
-  SECTION("an FP8 operand stored transposed") {
-    o.args.a = d.matrix(DType::kE4M3, 32, 16);
-    o.args.a_transposed = true;
-  }
-  SECTION("an FP8 operand without a scale") { o.args.b_scale_inv = {}; }
-  SECTION("a D of another width") { o.args.d = d.matrix(DType::kF32, 16, 24); }
-  SECTION("accumulate with a bias") {
-    o.args.accumulate = true;
-    o.args.bias = d.matrix(DType::kBF16, 1, 16);
-  }
-  REQUIRE_THROWS_AS(d.ops().gemm(d.stream(), o.args), std::logic_error);
+TEST_CASE("gemm gives the same bytes wherever its matrices lie") {
+  on_every_backend([](DeviceArrays& d) {
+    const Problem p{64, 64, 1024};
+    std::vector<float> first;
+    for (const std::int64_t offset : {0, 16, 64, 4096}) {  // bytes
+      Operands o(d, p, {DType::kE4M3, DType::kE4M3});
+      d.set(o.args.a, uniform(p.m * p.k, 8));
+      Tensor moved = d.matrix(DType::kE4M3, 1, p.n * p.k + offset);
+      moved = make_tensor(moved.as<unsigned char>() + offset, DType::kE4M3, {p.n, p.k});
+      d.set(moved, uniform(p.n * p.k, 9));
+      o.args.b = moved;
+      o.args.d = d.matrix(DType::kBF16, p.m, p.n, filled(p.m * p.n, kNaN));
+      d.ops().gemm(d.stream(), o.args);
+      const std::vector<float> got = d.get(o.args.d);
+      if (first.empty()) first = got;
+      REQUIRE(got == first);
+    }
+  });
+}
+
+// The products of the paper's hidden size at 256 tokens, exact on sampled elements: with integers of this size every
+// partial sum has fewer than 13 bits, which the tensor cores' FP8 sums keep.
+TEST_CASE("gemm is exact at the paper's sizes", "[slow]") {
+  struct Case {
+    Problem p;
+    Layout l;
+    DType d;
+    bool forward, accumulate;
+  };
+  const Layout y{DType::kE4M3, DType::kE4M3}, dx{DType::kE5M2, DType::kE4M3}, dw{DType::kE5M2, DType::kE4M3};
+  const std::vector<Case> cases{{{256, 12288, 4096}, y, DType::kBF16, true, false},
+                                {{256, 4096, 11008}, y, DType::kBF16, true, false},
+                                {{256, 4096, 12288}, dx, DType::kBF16, false, false},
+                                {{12288, 4096, 256}, dw, DType::kF32, false, true},
+                                {{4096, 11008, 256}, dw, DType::kBF16, false, false}};
+  on_every_backend([&](DeviceArrays& d) {
+    for (const Case& c : cases) {
+      INFO("m " << c.p.m << " n " << c.p.n << " k " << c.p.k);
+      Operands o(d, c.p, c.l);
+      o.args.fast_accumulation = c.forward;
+      o.args.accumulate = c.accumulate;
+      const std::int64_t cells = c.p.m * c.p.n;
+      o.args.d = d.matrix(c.d, c.p.m, c.p.n, c.accumulate ? integers(cells, 5, 250) : filled(cells, kNaN));
+      const std::vector<float> before = d.get(o.args.d);
+      std::vector<float> bias(static_cast<std::size_t>(c.p.n), 0.0f);
+      if (c.forward) {
+        bias = integers(c.p.n, 4, 100);
+        o.args.bias = d.matrix(DType::kBF16, 1, c.p.n, bias);
+      }
+      d.ops().gemm(d.stream(), o.args);
+      const std::vector<float> got = d.get(o.args.d);
+      std::vector<float> sampled;
+      std::vector<double> want;
+      for (std::int64_t at = 0; at < cells; at += 1009) {
+        const std::int64_t j = at % c.p.n;
+        sampled.push_back(got[static_cast<std::size_t>(at)]);
+        want.push_back(o.product(at / c.p.n, j, 0, c.p.k) + double{bias[static_cast<std::size_t>(j)]} +
+                       (c.accumulate ? double{before[static_cast<std::size_t>(at)]} : 0.0));
+      }
+      REQUIRE(sampled == rounded(c.d, want));
+    }
+  });
+}
+
+TEST_CASE("gemm refuses shapes and layouts that do not fit") {
+  const std::vector<std::function<void(DeviceArrays&, GemmArgs&)>> faults{
+      [](DeviceArrays& d, GemmArgs& args) {  // an FP8 operand stored transposed
+        args.a = d.matrix(DType::kE4M3, 32, 16);
+        args.a_transposed = true;
+      },
+      [](DeviceArrays&, GemmArgs& args) { args.b_scale_inv = {}; },                     // no scale
+      [](DeviceArrays& d, GemmArgs& args) { args.d = d.matrix(DType::kF32, 16, 24); },  // another width
+      [](DeviceArrays& d, GemmArgs& args) {
+        args.accumulate = true;
+        args.bias = d.matrix(DType::kBF16, 1, 16);
+      }};
+  on_every_backend([&](DeviceArrays& d) {
+    for (std::size_t i = 0; i < faults.size(); ++i) {
+      INFO("fault " << i);
+      Operands o(d, {16, 16, 32}, {DType::kE4M3, DType::kE4M3});
+      o.args.d = d.matrix(DType::kF32, 16, 16);
+      faults[i](d, o.args);
+      REQUIRE_THROWS_AS(d.ops().gemm(d.stream(), o.args), std::logic_error);
+    }
+  });
 }
