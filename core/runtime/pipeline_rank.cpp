@@ -70,6 +70,7 @@ void PipelineRank::make_stages(const RankPlan& plan, Probe* probe) {
                                counters + 1};
     stages_.push_back(std::make_unique<TransformerStage>(device_, ops_, *caller_, c, StageIndex{mine[i]},
                                                          config_.ranges.at(s), plan.slots.at(s), buffers, probe));
+    if (config_.initialize) stages_.back()->weights().initialize(device_, *caller_, c.seed);
     stage_list_.push_back(stages_.back().get());
   }
 }

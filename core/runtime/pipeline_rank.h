@@ -26,6 +26,7 @@ struct RankConfig {
   bool captured = true;
   bool full_backward = false;
   bool peak_slots = true;
+  bool initialize = true;          // false: masters stay zero, for a plan that lays memory out and runs nothing
   std::vector<StageRange> ranges;  // [S]
 };
 
@@ -43,7 +44,7 @@ struct StepResult {
 
 class PipelineRank {
  public:
-  // Allocates everything, initializes the parameters, captures the graphs. `trace` may be null.
+  // Allocates everything, initializes the parameters (if the config says so), captures the graphs. `trace` may be null.
   PipelineRank(Device&, Ops&, Transport&, const RankConfig&, const RankPlan&, TraceProbe* trace);
   ~PipelineRank();
 

@@ -41,7 +41,6 @@ TransformerStage::TransformerStage(Device& device, Ops& ops, Stream& setup, cons
   };
   forward_state_ = Fp8State(device, setup, parts.forward_slots, recipe(config.fp8.forward_type()));
   backward_state_ = Fp8State(device, setup, parts.backward_slots, recipe(config.fp8.backward_type()));
-  weights_.initialize(device, setup, config.seed);
 }
 
 StageRun TransformerStage::run(Stream& stream, SlotIndex slot, Pass pass) const {
