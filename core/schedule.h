@@ -23,6 +23,7 @@ struct Schedule {
 
   [[nodiscard]] int rank_of(StageIndex s) const { return rank_of_stage.at(static_cast<std::size_t>(to_int(s))); }
   [[nodiscard]] StageIndex last_stage() const noexcept { return StageIndex{shape.stages() - 1}; }
+  bool operator==(const Schedule&) const = default;
 };
 
 }  // namespace qe

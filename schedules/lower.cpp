@@ -1,7 +1,8 @@
 // Lowering: adds REDUCE_GRAD, SEND and RECV to compute lists. Owns where communication stands, not what is computed.
 // A message is placed on both lists at one moment, when its SEND is: all lists then agree with one global order, so
 // neither blocking receives nor per-edge FIFO can deadlock. A receiver never places its own RECV.
-#include "core/error.h"
+#include <algorithm>
+
 #include "schedules/messages.h"
 #include "schedules/schedule_error.h"
 #include "schedules/schedules.h"
@@ -18,24 +19,6 @@ void require_compute_only(const Schedule& schedule) {
       }
     }
   }
-}
-
-// REDUCE_GRAD(stage) right after the action that completes the stage's M-th weight gradient.
-Schedule with_reductions(const Schedule& compute) {
-  Schedule result{compute.shape, compute.rank_of_stage, {}};
-  std::vector<int> done(static_cast<std::size_t>(compute.shape.stages()));
-  for (const auto& list : compute.actions) {
-    auto& out = result.actions.emplace_back();
-    for (const Action& action : list) {
-      out.push_back(action);
-      if (action.kind != ActionKind::kWeightGrad && action.kind != ActionKind::kFullBackward) continue;
-      int& count = done[static_cast<std::size_t>(to_int(action.stage))];
-      const bool was_complete = count >= compute.shape.microbatches;
-      count += action.count;
-      if (!was_complete && count >= compute.shape.microbatches) out.push_back({ActionKind::kReduceGrad, action.stage});
-    }
-  }
-  return result;
 }
 
 class Lowering {
@@ -115,6 +98,29 @@ class Lowering {
 };
 
 }  // namespace
+
+Schedule with_reductions(const Schedule& lists) {
+  Schedule result{lists.shape, lists.rank_of_stage, {}};
+  std::vector<int> done(static_cast<std::size_t>(lists.shape.stages()));
+  for (const auto& list : lists.actions) {
+    auto& out = result.actions.emplace_back();
+    for (const Action& action : list) {
+      out.push_back(action);
+      if (action.kind != ActionKind::kWeightGrad && action.kind != ActionKind::kFullBackward) continue;
+      int& count = done[static_cast<std::size_t>(to_int(action.stage))];
+      const bool was_complete = count >= lists.shape.microbatches;
+      count += action.count;
+      if (!was_complete && count >= lists.shape.microbatches) out.push_back({ActionKind::kReduceGrad, action.stage});
+    }
+  }
+  return result;
+}
+
+bool is_lowered(const Schedule& schedule) {
+  return std::any_of(schedule.actions.begin(), schedule.actions.end(), [](const std::vector<Action>& list) {
+    return std::any_of(list.begin(), list.end(), [](const Action& action) { return !is_compute(action.kind); });
+  });
+}
 
 Schedule lower(const Schedule& compute) {
   require_well_formed(compute);

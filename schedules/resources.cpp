@@ -15,7 +15,7 @@ struct Level {
 };
 
 struct Levels {
-  Level tapes, pending_w, forward_ring, backward_ring;
+  Level tapes, pending_w, input_grads, forward_ring, backward_ring;
 };
 
 // A receive ring's entry is free once the consumer's call has copied it out. A neighbour on the same rank hands its
@@ -54,6 +54,19 @@ void count(const Action& action, Levels& stage, Levels& rank) {
   }
 }
 
+bool is_backward(ActionKind kind) { return kind == ActionKind::kInputGrad || kind == ActionKind::kFullBackward; }
+
+// An input gradient waits in its slot for SEND_B, or for the I or B of a neighbour on the same rank.
+void count_input_grads(const Schedule& schedule, const Action& action, std::vector<Levels>& stages) {
+  const auto s = static_cast<std::size_t>(to_int(action.stage));
+  if (action.kind == ActionKind::kSendB) stages.at(s).input_grads.add(-1);
+  if (!is_backward(action.kind)) return;
+  const bool reads_neighbour =
+      action.stage < schedule.last_stage() && schedule.rank_of_stage[s] == schedule.rank_of_stage[s + 1];
+  if (reads_neighbour) stages.at(s + 1).input_grads.add(-1);
+  if (s > 0) stages.at(s).input_grads.add(1);
+}
+
 int graphs_per_group(const std::vector<Action>& list, StageIndex stage, int slots) {
   bool forward = false, input_grad = false, full = false;
   int group = 0;
@@ -79,6 +92,7 @@ Resources resources(const Schedule& lowered) {
     for (const Action& action : list) {
       const auto s = static_cast<std::size_t>(to_int(action.stage));
       count(action, stages.at(s), rank);
+      count_input_grads(lowered, action, stages);
       if (action.kind == ActionKind::kWeightGrad) {
         result.stages[s].w_group = std::max(result.stages[s].w_group, action.count);
       }
@@ -91,6 +105,7 @@ Resources resources(const Schedule& lowered) {
   for (std::size_t s = 0; s < stages.size(); ++s) {
     result.stages[s].peak_tapes = stages[s].tapes.peak;
     result.stages[s].peak_pending_w = stages[s].pending_w.peak;
+    result.stages[s].peak_input_grads = stages[s].input_grads.peak;
     result.stages[s].forward_ring = stages[s].forward_ring.peak;
     result.stages[s].backward_ring = stages[s].backward_ring.peak;
   }

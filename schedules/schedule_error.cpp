@@ -59,7 +59,8 @@ void require_possible(ScheduleKind kind, const PipelineShape& shape) {
 void fail_at(const Schedule& schedule, int rank, int position, const std::string& what) {
   const auto& list = schedule.actions.at(static_cast<std::size_t>(rank));
   const bool at_end = position >= static_cast<int>(list.size());
-  throw ScheduleError("Rank " + std::to_string(rank) + ", position " + std::to_string(position) + ", " +
+  throw CellError(rank, position, what,
+                  "Rank " + std::to_string(rank) + ", position " + std::to_string(position) + ", " +
                       (at_end ? "end of list" : "action " + to_string(list[static_cast<std::size_t>(position)])) +
                       ": " + what + ".\n" + format_grid(schedule, rank, position));
 }

@@ -18,6 +18,7 @@ int chunks_allowed(ScheduleKind kind) {  // 0: any
       return 2;
     case ScheduleKind::kInterleaved1F1B:
     case ScheduleKind::kZb1p:
+    case ScheduleKind::kCsv:
       return 0;
   }
   return 0;
@@ -39,13 +40,21 @@ std::string nearest_with_equal_rounds(int ranks, int microbatches) {
   }
 }
 
-void fuse_backward(Schedule& schedule) {
-  for (auto& list : schedule.actions) {
-    std::erase_if(list, [](const Action& a) { return a.kind == ActionKind::kWeightGrad; });
-    for (Action& action : list) {
-      if (action.kind == ActionKind::kInputGrad) action.kind = ActionKind::kFullBackward;
-    }
+void fuse_backward(std::vector<Action>& list) {
+  std::erase_if(list, [](const Action& a) { return a.kind == ActionKind::kWeightGrad; });
+  for (Action& action : list) {
+    if (action.kind == ActionKind::kInputGrad) action.kind = ActionKind::kFullBackward;
   }
+}
+
+void split_backward(std::vector<Action>& list) {
+  std::vector<Action> result;
+  for (const Action& action : list) {
+    const bool full = action.kind == ActionKind::kFullBackward;
+    result.push_back({full ? ActionKind::kInputGrad : action.kind, action.stage, action.microbatch, action.count});
+    if (full) result.push_back({ActionKind::kWeightGrad, action.stage, action.microbatch});
+  }
+  list = std::move(result);
 }
 
 Schedule make_split(ScheduleKind kind, const PipelineShape& shape) {
@@ -60,6 +69,8 @@ Schedule make_split(ScheduleKind kind, const PipelineShape& shape) {
       return make_gpipe(shape);
     case ScheduleKind::kZb1p:
       return make_zb1p(shape);
+    case ScheduleKind::kCsv:
+      throw ScheduleError("A csv schedule is read from a file, nothing can make it; name the file.");
   }
   throw ScheduleError("There is no schedule kind number " + std::to_string(static_cast<int>(kind)) + ".");
 }
@@ -78,6 +89,8 @@ const char* name_of(ScheduleKind kind) noexcept {
       return "gpipe";
     case ScheduleKind::kZb1p:
       return "zb1p";
+    case ScheduleKind::kCsv:
+      return "csv";
   }
   return "unknown";
 }
@@ -104,8 +117,11 @@ std::string why_not(ScheduleKind kind, const PipelineShape& shape) {
 }
 
 Schedule make_schedule(ScheduleKind kind, const PipelineShape& shape, Backward backward) {
-  Schedule schedule = make_split(kind, shape);
-  if (backward == Backward::kFull) fuse_backward(schedule);
+  return with_backward(make_split(kind, shape), backward);
+}
+
+Schedule with_backward(Schedule schedule, Backward backward) {
+  for (auto& list : schedule.actions) backward == Backward::kFull ? fuse_backward(list) : split_backward(list);
   return schedule;
 }
 
