@@ -111,7 +111,8 @@ class IpcMemory final : public PeerMemory {
                std::int64_t count) override {
     cuda::combine_parts(device_.native(s), combine, out, parts, count);
   }
-  void synchronize() override { device_.synchronize(); }
+  // Streams that are gone may have left work.
+  void synchronize() override { QE_CUDA_CHECK(cudaDeviceSynchronize()); }
 
  private:
   CudaDevice& device_;
