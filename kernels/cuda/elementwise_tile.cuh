@@ -10,10 +10,10 @@
 
 namespace qe::cuda {
 
-inline constexpr int kTile = 64;                                         // rows and columns of a block
-inline constexpr int kTileGroups = kTile / kLaneElements;                // patches side by side
-inline constexpr int kTileThreads = kTileGroups * (kTile / kPatchRows);  // one patch a thread
-inline constexpr int kTileWarps = kTileThreads / kWarp;
+inline constexpr int kTile = 64;                                           // rows and columns of a block
+inline constexpr int kTileGroups = kTile / kLaneElements;                  // patches side by side
+inline constexpr int kPatchesOfTile = kTileGroups * (kTile / kPatchRows);  // one patch a thread
+inline constexpr int kTileWarps = kPatchesOfTile / kWarp;
 
 // Sums of the patch's columns over the rows of the warp: lanes that differ in their quad of rows. Fixed order.
 __device__ __forceinline__ void add_rows_of_warp(const Patch& v, float (&sums)[kLaneElements]) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ void add_rows_of_warp(const Patch& v, float (&sums)[k
 
 // partials [tiles of rows, cols]; null: no column sums.
 template <class Source, bool kVector>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kPatchesOfTile)
     write_tile(const Source source, const OperandTarget out, float* partials) {
   __shared__ TransposeTile<kTile, kTile> transposed;
   __shared__ float warp_sums[kTileWarps][kTile];
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kTileThreads)
     }
   }
   __syncthreads();
-  if (out.columnwise != nullptr) transposed.template write<kVector>(out, first_row, first_col, thread, kTileThreads);
+  if (out.columnwise != nullptr) transposed.template write<kVector>(out, first_row, first_col, thread, kPatchesOfTile);
   if (out.amax != nullptr && thread == 0) raise_amax(out.amax, warp_amaxes, kTileWarps);
   if (partials != nullptr && thread < kTile && first_col + thread < out.cols) {
     float sum = warp_sums[0][thread];
@@ -85,7 +85,7 @@ void write_elementwise(const Launch& launch, const Source& source, bool vectors,
              "column sums go into one FP32 row");
   float* partials = gradient.empty() ? nullptr : partials_in(launch, row_tiles, 1, out.cols);
   const LaunchShape shape{dim3(static_cast<unsigned>(tiles(out.cols, kTile)), static_cast<unsigned>(row_tiles)),
-                          kTileThreads, 1, launch.stream};
+                          kPatchesOfTile, 1, launch.stream};
   launch_kernel(shape, vectors ? &write_tile<Source, true> : &write_tile<Source, false>, source, out, partials);
   if (partials != nullptr) add_partials(launch, {partials, row_tiles, out.cols, {gradient.as<float>(), nullptr}});
 }

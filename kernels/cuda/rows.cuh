@@ -84,13 +84,13 @@ __device__ __forceinline__ void to_floats(const Eight<float>& e, float (&v)[8]) 
 }
 
 // Two values as BF16, the first in the low half. The instruction forgets a NaN's sign and payload, to_bf16 keeps them.
-__device__ __forceinline__ std::uint32_t pack_bf16(float first, float second) {
+__device__ __forceinline__ std::uint32_t bf16_pair(float first, float second) {
   if (first != first || second != second) return to_bf16(first).bits | std::uint32_t{to_bf16(second).bits} << 16;
   const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
   return std::uint32_t{__bfloat16_as_ushort(pair.x)} | std::uint32_t{__bfloat16_as_ushort(pair.y)} << 16;
 }
 __device__ __forceinline__ Eight<Bf16> to_eight(Bf16, const float (&v)[8]) {
-  return {{pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])}};
+  return {{bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]), bf16_pair(v[4], v[5]), bf16_pair(v[6], v[7])}};
 }
 __device__ __forceinline__ Eight<float> to_eight(float, const float (&v)[8]) {
   return {{v[0], v[1], v[2], v[3]}, {v[4], v[5], v[6], v[7]}};

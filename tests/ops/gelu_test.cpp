@@ -85,13 +85,46 @@ TEST_CASE("gelu_backward_quantize_bias matches the oracle in every result type")
     }
   });
 }
-TEST_CASE("the CPU gelu takes FP32 activations and any size") {
-  DeviceArrays d("cpu");
-  for (const Case& c : {Case{DType::kF32, DType::kF32, 48, 112, 0}, Case{DType::kF32, DType::kF32, 3, 45, 5},
-                        Case{DType::kBF16, DType::kE5M2, 11, 45, 5}}) {
-    require_forward(d, c);
-    require_backward(d, c);
-  }
+TEST_CASE("gelu takes FP32 activations and any size") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const Case& c :
+         {Case{DType::kF32, DType::kF32, 48, 112, 0}, Case{DType::kF32, DType::kF32, 3, 45, 5},
+          Case{DType::kBF16, DType::kE5M2, 11, 45, 5}, Case{DType::kF32, DType::kE4M3, 80, 72, 0},
+          Case{DType::kBF16, DType::kE4M3, 65, 129, 0}, Case{DType::kBF16, DType::kE5M2, 272, 208, 0}}) {
+      require_forward(d, c);
+      require_backward(d, c);
+    }
+  });
+}
+TEST_CASE("gelu holds at the shapes of a step", "[slow]") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const Shape shape : {Shape{256, 11008}, Shape{256, 4096}, Shape{2048, 8192}}) {
+      require_forward(d, {DType::kBF16, DType::kE4M3, shape.rows, shape.cols, 0});
+      require_backward(d, {DType::kBF16, DType::kE5M2, shape.rows, shape.cols, 0});
+    }
+  });
+}
+
+TEST_CASE("gelu of large values is the identity or zero, its derivative 1 or 0, and NaN stays NaN") {
+  on_every_backend([](DeviceArrays& d) {
+    const std::vector<float> u = {1e4f, -1e4f, 11.0f, -11.0f, 3e38f, -3e38f, kNaN, 0.0f};
+    const Tensor x = d.matrix(DType::kF32, 1, 8, u), y = d.matrix(DType::kF32, 1, 8), dy = d.matrix(DType::kF32, 1, 8);
+    d.ops().gelu_quantize(d.stream(), {x, {y, {}, {}}, {}});
+    std::vector<float> got = d.get(y);
+    CHECK(std::isnan(got[6]));
+    got[6] = 0.0f;
+    require_close(got, {1e4, 0, 11, 0, 3e38f, 0, 0, 0}, 1e-6, 1e-6);
+    // Beyond 1e19 a derivative may leave FP32's range on its way.
+    const std::vector<float> v = {1e4f, -1e4f, 11.0f, -11.0f, 1e9f, -1e9f, kNaN, 0.0f};
+    const Tensor bias = d.matrix(DType::kF32, 1, 8);
+    d.ops().gelu_backward_quantize_bias(
+        d.stream(),
+        {d.matrix(DType::kF32, 1, 8, v), d.matrix(DType::kF32, 1, 8, filled(8, 1.0f)), {dy, {}, {}}, {}, bias});
+    got = d.get(dy);
+    CHECK(std::isnan(got[6]));
+    got[6] = 0.0f;
+    require_close(got, {1, 0, 1, 0, 1, 0, 0, 0.5}, 1e-6, 1e-6);
+  });
 }
 
 TEST_CASE("gelu backward gives the same bytes in every call") {

@@ -128,16 +128,38 @@ TEST_CASE("layernorm_quantize matches the oracle in every result type") {
     }
   });
 }
-TEST_CASE("the CPU layernorm takes FP32 activations and any size") {
-  DeviceArrays d("cpu");
-  for (const Case& c : {Case{DType::kF32, DType::kF32, 48, 128, 0}, Case{DType::kF32, DType::kF32, 1, 1, 3},
-                        Case{DType::kF32, DType::kF32, 7, 45, 5}, Case{DType::kBF16, DType::kE4M3, 11, 45, 5}}) {
-    require_forward(d, c, 0.0f);
-  }
+TEST_CASE("layernorm takes FP32 activations and any size") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const Case& c : {Case{DType::kF32, DType::kF32, 48, 128, 0}, Case{DType::kF32, DType::kF32, 1, 1, 3},
+                          Case{DType::kF32, DType::kF32, 7, 45, 5}, Case{DType::kBF16, DType::kE4M3, 11, 45, 5},
+                          Case{DType::kF32, DType::kE5M2, 33, 1000, 0}}) {
+      require_forward(d, c, 0.0f);
+    }
+  });
+}
+TEST_CASE("layernorm takes rows of every width up to 16384 columns") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const std::int64_t cols : {512, 2056, 4096, 5120, 8192, 16384}) {
+      require_forward(d, {DType::kBF16, DType::kE4M3, 48, cols, 0}, 0.0f);
+      require_backward(d, {DType::kBF16, DType::kBF16, 48, cols, 0}, true, true);
+    }
+    require_forward(d, {DType::kF32, DType::kF32, 5, 16383, 0}, 0.0f);
+    require_backward(d, {DType::kF32, DType::kF32, 5, 16383, 0}, true, false);
+  });
+}
+TEST_CASE("layernorm holds at the shapes of a step", "[slow]") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const Shape shape : {Shape{256, 4096}, Shape{2048, 8192}, Shape{1000, 2048}}) {
+      require_forward(d, {DType::kBF16, DType::kE4M3, shape.rows, shape.cols, 0}, 0.0f);
+      require_backward(d, {DType::kBF16, DType::kBF16, shape.rows, shape.cols, 0}, true, true);
+    }
+  });
 }
 TEST_CASE("layernorm keeps its precision far from zero: two passes") {
-  DeviceArrays d("cpu");
-  require_forward(d, {DType::kF32, DType::kF32, 16, 128, 0}, 300.0f);
+  on_every_backend([](DeviceArrays& d) {
+    require_forward(d, {DType::kF32, DType::kF32, 16, 128, 0}, 300.0f);
+    require_forward(d, {DType::kF32, DType::kF32, 16, 4096, 0}, 300.0f);
+  });
 }
 
 TEST_CASE("layernorm_backward_residual matches the oracle and adds to the vector gradients") {
@@ -149,10 +171,53 @@ TEST_CASE("layernorm_backward_residual matches the oracle and adds to the vector
     require_backward(d, {DType::kBF16, DType::kBF16, 48, 128, 0}, false, false);
   });
 }
-TEST_CASE("the CPU layernorm backward takes FP32 activations and any size") {
-  DeviceArrays d("cpu");
-  require_backward(d, {DType::kF32, DType::kF32, 48, 128, 0}, true, false);
-  require_backward(d, {DType::kF32, DType::kF32, 5, 45, 7}, true, true);
+TEST_CASE("layernorm backward takes FP32 activations and any size") {
+  on_every_backend([](DeviceArrays& d) {
+    require_backward(d, {DType::kF32, DType::kF32, 48, 128, 0}, true, false);
+    require_backward(d, {DType::kF32, DType::kF32, 5, 45, 7}, true, true);
+    require_backward(d, {DType::kBF16, DType::kBF16, 33, 1001, 0}, true, false);
+  });
+}
+
+TEST_CASE("layernorm gives the same bytes in every call") {
+  on_every_backend([](DeviceArrays& d) {
+    const std::int64_t rows = 80, cols = 4096;
+    const Tensor x = d.matrix(DType::kBF16, rows, cols, uniform(rows * cols, 1));
+    const Tensor dy = d.matrix(DType::kBF16, rows, cols, uniform(rows * cols, 2));
+    const Tensor gamma = d.matrix(DType::kF32, 1, cols, uniform(cols, 3)), beta = d.matrix(DType::kF32, 1, cols);
+    std::vector<std::vector<std::uint8_t>> codes;
+    std::vector<std::vector<float>> mean, dx, grad_gamma;
+    for (int call = 0; call < 2; ++call) {
+      OperandUnderTest out(d, DType::kE4M3, rows, cols, 8.0f, 0.0f);
+      LayerNormArgs f{x,
+                      gamma,
+                      beta,
+                      static_cast<float>(kEpsilon),
+                      out.operand,
+                      out.quantizer,
+                      d.matrix(DType::kF32, 1, rows),
+                      d.matrix(DType::kF32, 1, rows)};
+      d.ops().layernorm_quantize(d.stream(), f);
+      LayerNormBackwardArgs b{dy,
+                              x,
+                              f.mean,
+                              f.rstd,
+                              gamma,
+                              {},
+                              d.matrix(DType::kBF16, rows, cols),
+                              d.matrix(DType::kF32, 1, cols),
+                              d.matrix(DType::kF32, 1, cols)};
+      d.ops().layernorm_backward_residual(d.stream(), b);
+      codes.push_back(d.codes(out.operand.columnwise));
+      mean.push_back(d.get(f.mean));
+      dx.push_back(d.get(b.grad_x));
+      grad_gamma.push_back(d.get(b.grad_gamma));
+    }
+    CHECK(codes[0] == codes[1]);
+    CHECK(mean[0] == mean[1]);
+    CHECK(dx[0] == dx[1]);
+    CHECK(grad_gamma[0] == grad_gamma[1]);
+  });
 }
 
 TEST_CASE("layernorm without an amax cell quantizes all the same") {

@@ -36,13 +36,13 @@ TEST_CASE("one update rolls the used slots and leaves an idle one as it was") {
 
 TEST_CASE("every slot follows the shared rule through many updates") {
   on_every_backend([](DeviceArrays& d) {
-    for (const int length : {1, 2, 4, 1024}) {
+    for (const int length : {1, 2, 3, 4, 255, 1024, 1025, 1026, 3000}) {
       for (const AmaxAlgorithm algorithm : {AmaxAlgorithm::kMax, AmaxAlgorithm::kMostRecent}) {
         constexpr int kSlots = 12;
         std::vector<float> history(static_cast<std::size_t>(kSlots * length), 0.0f), scale(kSlots, 1.0f);
         float* device_history = d.array(history);
         float* device_scale = d.array(scale);
-        for (std::uint64_t update = 0; update < 7; ++update) {
+        for (std::uint64_t update = 0; update < 6; ++update) {
           for (std::uint64_t slot = 0; slot < kSlots; ++slot) {
             const RandomWords r = philox(5, slot, update);
             const float amax[] = {0.0f, kInf, kNaN, 1e-45f};
@@ -91,5 +91,32 @@ TEST_CASE("a tensor of zeros has a finite dynamic scale, and NaN does not reach 
     const Tensor nan = d.matrix(DType::kBF16, 1, 2, {kNaN, 14.0f});
     d.ops().dynamic_scale(d.stream(), {nan, DType::kE4M3, scale, false});
     CHECK(d.read(scale, 1)[0] == 32.0f);
+  });
+}
+
+TEST_CASE("the dynamic scale finds the largest value wherever it lies, and nothing between the rows") {
+  on_every_backend([](DeviceArrays& d) {
+    float* scale = d.array<float>({-1.0f});
+    const std::int64_t rows = 67, cols = 1040;
+    for (const DType type : {DType::kBF16, DType::kF32}) {
+      for (const std::int64_t pitch : {0, 1048, 1043}) {
+        for (const std::int64_t at : {std::int64_t{0}, rows * cols - 1, 31 * cols + 513}) {
+          std::vector<float> values(static_cast<std::size_t>(rows * cols), 1.0f);
+          values[static_cast<std::size_t>(at)] = -3.5f;
+          const Tensor x = d.matrix(type, rows, cols, values, pitch);
+          d.ops().dynamic_scale(d.stream(), {x, DType::kE4M3, scale, type == DType::kF32});
+          CHECK(d.read(scale, 1)[0] == 128.0f);
+        }
+      }
+    }
+  });
+}
+
+TEST_CASE("a token advances by one in every call") {
+  on_every_backend([](DeviceArrays& d) {
+    auto* counter = d.array<std::uint64_t>({(std::uint64_t{1} << 32) - 1});
+    d.ops().advance_token(d.stream(), counter);
+    d.ops().advance_token(d.stream(), counter);
+    CHECK(d.read(counter, 1)[0] == (std::uint64_t{1} << 32) + 1);
   });
 }
