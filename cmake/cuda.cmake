@@ -9,7 +9,7 @@ if(NOT QE_CUDA MATCHES "^(AUTO|ON|OFF)$")
 endif()
 
 set(QE_BUILD_CUDA OFF)
-if(QE_CUDA STREQUAL "ON")  # AUTO follows when every operation has its kernel
+if(QE_CUDA STREQUAL "ON" OR (QE_CUDA STREQUAL "AUTO" AND NOT QE_SANITIZE))
   include(CheckLanguage)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
