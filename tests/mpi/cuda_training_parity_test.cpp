@@ -1,0 +1,89 @@
+// Training on GPUs under mpirun gives the bytes that one rank on one GPU gives: each rank's trace is its part of the
+// reference's, with both ranks on one card and, where there are two, each on its own.
+#include <mpi.h>
+
+#include "app/pipeline_plan.h"
+#include "kernels/cuda/cuda_ops.h"
+#include "kernels/cuda/device.h"
+#include "kernels/cuda/ipc_transport.h"
+#include "kernels/wire/mpi_wire.h"
+#include "kernels/wire/solo_transport.h"
+#include "tests/catch.h"
+#include "tests/runtime/training_run.h"
+
+namespace qe::testing {
+namespace {
+
+constexpr int kSteps = 6;
+
+Config cuda_config(std::vector<std::string> overrides) {
+  for (const char* shape :
+       {"model.num_layers=8", "model.hidden_size=512", "model.ffn_hidden_size=1408", "model.num_attention_heads=8",
+        "model.max_position_embeddings=64", "training.seq_length=64", "execution.backend=cuda"}) {
+    overrides.emplace_back(shape);
+  }
+  return test_config(overrides);
+}
+
+TraceRecords train(const Config& config, CudaDevice& device, Transport& transport) {
+  CudaOps ops(device);
+  TraceProbe trace(device);
+  PipelineRank rank(device, ops, transport, make_rank_config(config), make_rank_plan(config), &trace);
+  for (std::uint32_t step = 1; step <= kSteps; ++step) {
+    const Batch batch = synthetic_batch(config, step);
+    rank.train_step(batch.tokens, batch.targets, learning_rate(config.training, step), step);
+  }
+  return trace.records();
+}
+
+TraceRecords train_alone(const Config& config) {
+  CudaDevice device(0);
+  SoloTransport transport(device);
+  return train(config, device, transport);
+}
+
+void require_part_of(const TraceRecords& reference, const TraceRecords& mine, Transport& transport) {
+  std::size_t total = 0;  // every record of the run is on exactly one rank
+  for (const std::string& count : transport.exchange(std::to_string(mine.size()), Group::kPipeline)) {
+    total += std::stoull(count);
+  }
+  CHECK(total == reference.size());
+  int wrong = 0;
+  for (const auto& [key, digest] : mine) {
+    const auto expected = reference.find(key);
+    if (expected != reference.end() && expected->second == digest) continue;
+    UNSCOPED_INFO(to_string(key));
+    if (++wrong == 10) break;
+  }
+  CHECK(wrong == 0);
+}
+
+}  // namespace
+
+TEST_CASE("two ranks on GPUs give what one gives alone") {
+  int rank = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  const std::vector<std::string> mappings[] = {
+      {"pipeline.schedule=interleaved_1f1b", "pipeline.pipeline_model_parallel_size=2",
+       "pipeline.virtual_pipeline_model_parallel_size=2"},
+      {"pipeline.schedule=zbv", "pipeline.pipeline_model_parallel_size=2"}};
+  for (const char* placement : {"gradients.placement=accumulate", "gradients.placement=arena"}) {
+    const TraceRecords reference = train_alone(cuda_config({placement, "execution.mode=eager"}));
+    for (const auto& mapping : mappings) {
+      for (const char* mode : {"execution.mode=eager", "execution.mode=graph"}) {
+        for (const bool shared : {true, false}) {
+          if (!shared && CudaDevice::count() < 2) continue;
+          std::vector<std::string> cell = mapping;
+          cell.insert(cell.end(), {mode, placement});
+          INFO(mapping.front() << " " << mode << " " << placement << (shared ? ", one card" : ", two cards"));
+          CudaDevice device(shared ? 0 : rank);
+          MpiWorld world = join_mpi_world(2, 1);
+          const auto transport = make_ipc_transport(device, std::move(world.wire), world.layout, 60);
+          require_part_of(reference, train(cuda_config(cell), device, *transport), *transport);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace qe::testing
