@@ -106,9 +106,16 @@ struct Config {
   }
   // MPI ranks the run needs.
   [[nodiscard]] int ranks() const noexcept { return pipeline.pipeline_model_parallel_size * parallel.data; }
+  // Sequences of one replica in one step.
+  [[nodiscard]] int replica_batch_size() const noexcept { return training.global_batch_size / parallel.data; }
   // Target tokens of one optimizer step, all replicas.
   [[nodiscard]] std::int64_t tokens_per_step() const noexcept {
     return std::int64_t{training.global_batch_size} * training.seq_length;
+  }
+  // Scales move in units of their own: two graphs a stage.
+  [[nodiscard]] bool scales_apart() const noexcept {
+    return precision.compute == Compute::kFp8 &&
+           (fp8.scale_update == ScaleUpdate::kStep || fp8.reduce_amax == ReduceAmax::kData);
   }
   [[nodiscard]] PipelineShape shape() const noexcept {
     return {pipeline.pipeline_model_parallel_size, pipeline.virtual_pipeline_model_parallel_size, microbatches()};

@@ -70,12 +70,24 @@ void check_precision(const Config& c, Faults& faults) {
   }
 }
 
+void check_replicas(const Config& c, Faults& faults) {
+  if (!faults.none_at({"parallel.data"}) || c.parallel.data == 1) return;
+  if (faults.none_at({"gradients.placement"}) && c.gradients.placement != Placement::kAccumulate) {
+    faults.add("parallel.data",
+               "found " + str(c.parallel.data) + ", which needs gradients.placement \"accumulate\"; the nearest is 1.");
+  }
+  if (faults.none_at({"gradients.dtype"}) && c.gradients.dtype != DType::kF32) {
+    faults.add("gradients.dtype", "found \"bf16\", but replicas sum \"fp32\" gradients.");
+  }
+  if (faults.none_at({"fp8.reduce_amax", "precision.compute"}) && c.precision.compute == Compute::kFp8 &&
+      c.fp8.reduce_amax == ReduceAmax::kOff) {
+    faults.add("fp8.reduce_amax",
+               "found \"off\", but the scales of " + str(c.parallel.data) + " replicas must stay one; wanted \"dp\".");
+  }
+}
+
 void check_batches(const Config& c, Faults& faults) {
   const TrainingSection& t = c.training;
-  if (faults.none_at({"parallel.data"}) && c.parallel.data != 1) {
-    faults.add("parallel.data",
-               "found " + str(c.parallel.data) + ", replicas are not available yet; the nearest is 1.");
-  }
   if (faults.none_at({"training.seq_length", "model.max_position_embeddings"}) &&
       t.seq_length > c.model.max_position_embeddings) {
     faults.add("training.seq_length", "found " + str(t.seq_length) + ", wanted at most model.max_position_embeddings " +
@@ -205,6 +217,9 @@ void resolve_defaults(Config& c, const Given& given, const Faults& faults) {
   if (!given.contains("head.precision") && c.precision.compute != Compute::kFp8) {
     c.head.precision = HeadPrecision::kBf16;
   }
+  if (!given.contains("fp8.reduce_amax") && c.precision.compute == Compute::kFp8 && c.parallel.data > 1) {
+    c.fp8.reduce_amax = ReduceAmax::kData;
+  }
   PipelineSection& p = c.pipeline;
   if (!given.contains("pipeline.virtual_pipeline_model_parallel_size")) {
     p.virtual_pipeline_model_parallel_size = p.schedule == ScheduleKind::kZbv ? 2 : 1;
@@ -229,6 +244,7 @@ void check_config(const Config& c, const Given& given, Faults& faults) {
   check_fp8_widths(c, faults);
   check_heads(c, faults);
   check_precision(c, faults);
+  check_replicas(c, faults);
   check_batches(c, faults);
   check_pipeline(c, given, faults);
   check_gradients(c, faults);

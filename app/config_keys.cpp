@@ -134,6 +134,10 @@ void add_numerics(std::vector<KeySpec>& table) {
   fp8.integer("margin", 0, 32, QE_FIELD(fp8.margin), "scales are divided by 2^margin");
   fp8.choice<ScaleUpdate>("scale_update", {{"microbatch", ScaleUpdate::kMicrobatch}, {"step", ScaleUpdate::kStep}},
                           QE_FIELD(fp8.scale_update), "scales move after every microbatch, or once a step");
+  fp8.choice<ReduceAmax>("reduce_amax", {{"off", ReduceAmax::kOff}, {"dp", ReduceAmax::kData}},
+                         QE_FIELD(fp8.reduce_amax),
+                         "dp: amaxes are the largest over all replicas, which keeps their scales one")
+      .derived_default = "dp with replicas under fp8, else off";
 
   Section head(table, "head");
   head.choice<HeadPrecision>("precision",
@@ -199,7 +203,9 @@ void add_gradients_and_pipeline(std::vector<KeySpec>& table) {
       "where W writes: one main gradient, a view per microbatch, or staging and a copy per microbatch");
   g.choice<DType>("dtype", {{"fp32", DType::kF32}, {"bf16", DType::kBF16}}, QE_FIELD(gradients.dtype),
                   "type of the matrices' main gradient; bf16 only with accumulate");
-  g.integer("w_group", 1, 1024, QE_FIELD(gradients.w_group), "microbatches of one W action; divides the microbatches of a step; more than 1 only with accumulate and split");
+  g.integer(
+      "w_group", 1, 1024, QE_FIELD(gradients.w_group),
+      "microbatches of one W action; divides the microbatches of a step; more than 1 only with accumulate and split");
 
   Section p(table, "pipeline");
   p.integer("pipeline_model_parallel_size", 1, 1024, QE_FIELD(pipeline.pipeline_model_parallel_size), "pipeline ranks");
@@ -234,7 +240,9 @@ void add_gradients_and_pipeline(std::vector<KeySpec>& table) {
       .derived_default = "an even division, earlier stages take the remainder";
 
   Section(table, "parallel")
-      .integer("data", 1, 4096, QE_FIELD(parallel.data), "replicas of the pipeline; only 1 so far");
+      .integer(
+          "data", 1, 4096, QE_FIELD(parallel.data),
+          "replicas of the pipeline, each with its share of the batch; more than 1 only with accumulate into fp32");
 }
 
 void add_machine(std::vector<KeySpec>& table) {
@@ -288,7 +296,6 @@ const std::vector<RefusedKey>& refused_keys() {
       {"mask_targets", "every target counts in the loss; masked targets are not available"},
       {"loss_mask", "every target counts in the loss; masked targets are not available"},
       {"precision.bf16_layers", "all layers share precision.compute; a list of BF16 layers is not available yet"},
-      {"fp8.reduce_amax", "there are no replicas to reduce over: parallel.data is 1 so far"},
       {"pipeline.schedule_csv", "schedules come from pipeline.schedule; reading one from a file is not available yet"},
       {"report.timeline", "a timeline of the run is not available yet"},
       {"checkpoint", "saving and resuming are not available yet"},

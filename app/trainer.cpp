@@ -1,6 +1,7 @@
 #include "app/trainer.h"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <nlohmann/json.hpp>
 
@@ -72,7 +73,7 @@ Trainer::Trainer(const Config& config, const std::string& command_line)
   }
   rank_ = std::make_unique<PipelineRank>(*backend_.device, *backend_.ops, *transport_, make_rank_config(config), plan_,
                                          nullptr);
-  const auto cells = static_cast<std::size_t>(config.tokens_per_step());
+  const auto cells = static_cast<std::size_t>(config.tokens_per_step() / config.parallel.data);
   tokens_.resize(cells);
   targets_.resize(cells);
   report_.command = command_line;
@@ -125,15 +126,16 @@ void Trainer::run() {
 }
 
 void Trainer::train_step(std::uint32_t step) {
-  fill_rows(train_data_, sampler_.next(), tokens_, targets_);
+  // A replica takes its share of the step's windows, in order.
+  const std::vector<std::int64_t> windows = sampler_.next();
+  const auto share = static_cast<std::size_t>(config_.replica_batch_size());
+  const auto replica = static_cast<std::size_t>(transport_->rank(Group::kData));
+  fill_rows(train_data_, std::span(windows).subspan(replica * share, share), tokens_, targets_);
   const double lr = learning_rate(config_.training, step);
   const auto start = Clock::now();
   const StepResult result = rank_->train_step(tokens_, targets_, lr, step);
   step_ms_.push_back(ms_since(start));
-  double slowest_ms = 0.0;
-  for (const std::string& ms : transport_->exchange(std::to_string(step_ms_.back()), Group::kWorld)) {
-    slowest_ms = std::max(slowest_ms, std::stod(ms));
-  }
+  const double slowest_ms = compare_ranks(step, step_ms_.back(), result.scalars.norm);
 
   const double loss = result.loss_sum / static_cast<double>(config_.tokens_per_step());
   if (!report_.initial_train_loss) report_.initial_train_loss = loss;
@@ -149,6 +151,22 @@ void Trainer::train_step(std::uint32_t step) {
   } else {
     consecutive_skips_ = 0;
   }
+}
+
+double Trainer::compare_ranks(std::uint32_t step, double ms, float norm) const {
+  const std::string norm_bits = std::to_string(std::bit_cast<std::uint32_t>(norm));
+  const std::vector<std::string> all = transport_->exchange(norm_bits + " " + std::to_string(ms), Group::kWorld);
+  double slowest_ms = 0.0;
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    const std::size_t space = all[r].find(' ');
+    slowest_ms = std::max(slowest_ms, std::stod(all[r].substr(space + 1)));
+    if (all[r].substr(0, space) == norm_bits) continue;
+    throw Error(ExitCode::kRuntime, "Step " + std::to_string(step) + ": rank " + std::to_string(r) +
+                                        " has another gradient norm than rank " +
+                                        std::to_string(transport_->rank(Group::kWorld)) +
+                                        ", so the replicas' weights part; restart from a checkpoint and report this.");
+  }
+  return slowest_ms;
 }
 
 void Trainer::handle_skip(std::uint32_t step, const OptimizerScalars& scalars) {
@@ -173,8 +191,11 @@ double Trainer::evaluate(const TokenDataset& data) {
   const auto row = static_cast<std::size_t>(config_.training.micro_batch_size) *
                    static_cast<std::size_t>(config_.training.seq_length);
   double sum = 0.0;
-  for (std::int64_t first = 0; first < pass.microbatches(); first += config_.microbatches()) {
-    const auto count = static_cast<int>(std::min<std::int64_t>(config_.microbatches(), pass.microbatches() - first));
+  // Every replica takes part in every call; at the end some have less to do, or nothing.
+  const std::int64_t share = config_.microbatches();
+  for (std::int64_t start = 0; start < pass.microbatches(); start += share * config_.parallel.data) {
+    const std::int64_t first = start + share * transport_->rank(Group::kData);
+    const auto count = static_cast<int>(std::clamp<std::int64_t>(pass.microbatches() - first, 0, share));
     for (int m = 0; m < count; ++m) {
       const std::size_t at = static_cast<std::size_t>(m) * row;
       pass.fill(first + m, std::span(tokens_).subspan(at, row), std::span(targets_).subspan(at, row));
@@ -218,6 +239,13 @@ RankUsage Trainer::usage() const {
 
 void Trainer::fill_report() {
   rank_->contract().require_quiescent();
+  if (config_.parallel.data > 1) {
+    const auto digests = transport_->exchange(std::to_string(rank_->state_digest()), Group::kWorld);
+    const auto pipeline = static_cast<std::size_t>(config_.pipeline.pipeline_model_parallel_size);
+    bool same = true;
+    for (std::size_t r = pipeline; r < digests.size(); ++r) same = same && digests[r] == digests[r % pipeline];
+    report_.checks.push_back({"replicas hold the same state", same, ""});
+  }
   const std::vector<std::string> all = transport_->exchange(to_json(usage(), step_ms_).dump(), Group::kWorld);
   if (!leads()) return;
   progress_->finish();
@@ -228,8 +256,10 @@ void Trainer::fill_report() {
     report_.rank_step_ms.push_back(j.at("step_ms").get<std::vector<double>>());
     const int pipeline_rank = static_cast<int>(r) % config_.pipeline.pipeline_model_parallel_size;
     const bool peak = config_.pipeline.tape_slots == TapeSlots::kPeak;
-    const int planned =
-        config_.execution.mode == ExecutionMode::kGraph ? graph_count(plan_.schedule, pipeline_rank, peak).total() : 0;
+    const int updates = config_.scales_apart() ? 2 * config_.shape().chunks_per_rank : 0;
+    const int planned = config_.execution.mode == ExecutionMode::kGraph
+                            ? graph_count(plan_.schedule, pipeline_rank, peak).total() + updates
+                            : 0;
     graphs_as_planned = graphs_as_planned && report_.ranks.back().graphs == planned;
   }
   report_.checks.push_back({"graphs captured as planned", graphs_as_planned, ""});

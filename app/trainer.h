@@ -31,6 +31,8 @@ class Trainer {
   void agree_on_config() const;
   void open_run();
   void train_step(std::uint32_t step);
+  // Tells the ranks this one's step; returns the slowest rank's ms. Throws when ranks disagree on the gradient norm.
+  double compare_ranks(std::uint32_t step, double ms, float norm) const;
   void handle_skip(std::uint32_t step, const OptimizerScalars&);
   double evaluate(const TokenDataset&);
   void log_evaluation(std::int64_t step);

@@ -24,7 +24,7 @@ double ms_since(Clock::time_point start) {
 }
 
 std::vector<std::int32_t> random_tokens(const Config& config, std::uint64_t stream) {
-  std::vector<std::int32_t> ids(static_cast<std::size_t>(config.tokens_per_step()));
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(config.tokens_per_step() / config.parallel.data));
   const auto vocab = static_cast<std::uint32_t>(config.model.vocab_size);
   for (std::size_t i = 0; i < ids.size(); ++i) {
     ids[i] =

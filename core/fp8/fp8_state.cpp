@@ -9,6 +9,7 @@ Fp8State::Fp8State(Device& device, Stream& stream, std::vector<std::string> slot
   if (names_.empty()) return;
   state_ = device.allocate(state_bytes(), MemoryKind::kScalingState);
   step_start_ = device.allocate(state_bytes(), MemoryKind::kScalingState);
+  amaxes_ = device.allocate(names_.size() * sizeof(float), MemoryKind::kScalingState);
   const std::vector<float> ones(names_.size(), 1.0f);
   device.upload(stream, scale(0, slots()).data, ones.data(), ones.size() * sizeof(float));
 }
@@ -25,6 +26,14 @@ void Fp8State::update(Ops& ops, Stream& stream) const {
   if (names_.empty()) return;
   ops.update_scales(stream, {history(0, slots()).as<float>(), scale(0, slots()).as<float>(), slots(),
                              recipe_.history_length, recipe_.format, recipe_.margin, recipe_.algorithm});
+}
+
+Tensor Fp8State::current() const { return {state_.data(), DType::kF32, {slots(), 1}, recipe_.history_length}; }
+void Fp8State::gather(Ops& ops, Stream& stream) const {
+  if (!names_.empty()) ops.cast(stream, current(), make_tensor(amaxes_.data(), DType::kF32, {slots(), 1}));
+}
+void Fp8State::scatter(Ops& ops, Stream& stream) const {
+  if (!names_.empty()) ops.cast(stream, make_tensor(amaxes_.data(), DType::kF32, {slots(), 1}), current());
 }
 
 Tensor Fp8State::history(int first, int count) const {

@@ -34,16 +34,24 @@ class Fp8State {
   [[nodiscard]] Tensor history(int first, int count) const;
   [[nodiscard]] Tensor scale(int first, int count) const;
 
+  // Current amaxes on their way over the replicas: gather() copies them out of the histories into amaxes() [slots],
+  // FP32 and contiguous; scatter() puts them back. Each one launch.
+  void gather(Ops&, Stream&) const;
+  void scatter(Ops&, Stream&) const;
+  [[nodiscard]] float* amaxes() const noexcept { return amaxes_.as<float>(); }
+
   // The state as the step found it, so that a skipped step can put it back.
   void save_step_start(Device&, Stream&) const;
   void restore_step_start(Device&, Stream&) const;
 
  private:
   [[nodiscard]] std::size_t state_bytes() const noexcept;
+  [[nodiscard]] Tensor current() const;  // [slots, 1]: element 0 of each history
   std::vector<std::string> names_;
   ScalingRecipe recipe_;
   Buffer state_;  // histories, then scales
   Buffer step_start_;
+  Buffer amaxes_;
 };
 
 }  // namespace qe

@@ -49,6 +49,10 @@ void GraphExecutor::call(const Key& key, std::span<const SlotIndex> slots) const
     case Unit::kFullBackward:
       s.input_grad(graph_, slots.front());
       return s.weight_grad(graph_, slots, key.first_write);
+    case Unit::kUpdateForward:
+      return s.update_scales(graph_, Chain::kForward);
+    case Unit::kUpdateBackward:
+      return s.update_scales(graph_, Chain::kBackward);
   }
 }
 
@@ -73,6 +77,12 @@ void GraphExecutor::capture() {
       if (!config_.full_backward) capture_unit({s->index(), Unit::kInputGrad, slot, false});
       // Slot 0 holds microbatch 0 of every step: a slot that no other microbatch uses needs the first-write form only.
       if (slot % s->w_group() == 0) capture_unit({s->index(), last, slot, slot == 0 && !config_.peak_slots});
+    }
+    if (s->scales_apart()) {
+      for (const Unit update : {Unit::kUpdateForward, Unit::kUpdateBackward}) {
+        capture_unit({s->index(), update, 0, false});
+        ++counts_.update_graphs;
+      }
     }
     if (config_.peak_slots) {
       capture_unit({s->index(), last, 0, true});
@@ -122,9 +132,8 @@ void GraphExecutor::run(const Action& action, std::span<const SlotIndex> slots, 
 }
 
 void GraphExecutor::update_scales(StageIndex index, Chain chain) {
-  handoff_.enter();
-  stage(index).update_scales(graph_, chain);
-  handoff_.leave();
+  execute({index, chain == Chain::kForward ? Unit::kUpdateForward : Unit::kUpdateBackward, 0, false}, {});
+  ++counts_.updates;
 }
 
 void GraphExecutor::evaluate(StageIndex index, SlotIndex slot) {

@@ -26,6 +26,8 @@ struct ExecutionCounts {
   int graphs = 0;
   int first_write_graphs = 0;  // of these, with peak slots
   int refresh_graphs = 0;      // of these
+  int update_graphs = 0;       // of these: two a stage where scales move apart from F and I
+  std::uint64_t updates = 0;   // calls of them, in either mode; a hand-off each way around each
   std::uint64_t replays = 0;
   std::uint64_t eager_calls = 0;
   std::uint64_t handoffs = 0;  // one each way around every call
@@ -40,19 +42,27 @@ class GraphExecutor {
                 const ExecutorConfig&);
 
   // Captures every unit: F, I (F, B) per slot, W per group of slots, one refresh a stage, with peak slots one
-  // first-write W (B) a stage.
+  // first-write W (B) a stage, two updates a stage whose scales move apart.
   // Changes no state. Nothing when the mode is eager.
   void capture();
 
   void refresh(StageIndex);
   void run(const Action&, std::span<const SlotIndex>, bool first_write);
-  void update_scales(StageIndex, Chain);  // scale_update = step: eager in both modes, once a step
+  void update_scales(StageIndex, Chain);  // where the stage's scales move apart from F and I
   void evaluate(StageIndex, SlotIndex);   // eager in both modes
 
   [[nodiscard]] ExecutionCounts counts() const noexcept;
 
  private:
-  enum class Unit : std::uint8_t { kForward, kInputGrad, kWeightGrad, kFullBackward, kRefresh };
+  enum class Unit : std::uint8_t {
+    kForward,
+    kInputGrad,
+    kWeightGrad,
+    kFullBackward,
+    kRefresh,
+    kUpdateForward,
+    kUpdateBackward
+  };
   struct Key {
     StageIndex stage;
     Unit unit;

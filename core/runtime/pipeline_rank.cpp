@@ -34,7 +34,7 @@ PipelineRank::PipelineRank(Device& device, Ops& ops, Transport& transport, const
                                               ExecutorConfig{config.captured, config.full_backward, config.peak_slots});
   optimizer_ = std::make_unique<Optimizer>(device, ops, transport, config.optimizer, stage_list_, model_, trace);
   const auto rank = static_cast<std::size_t>(transport.rank(Group::kPipeline));
-  runner_ = std::make_unique<StepRunner>(device, *contract_, *executor_, *boundary_, stage_list_,
+  runner_ = std::make_unique<StepRunner>(device, transport, *contract_, *executor_, *boundary_, stage_list_,
                                          plan.schedule.actions.at(rank), *caller_, *graph_,
                                          counters_.as<std::uint64_t>(), config.stage.fp8.scale_update);
   device.synchronize();
@@ -78,6 +78,7 @@ void PipelineRank::make_stages(const RankPlan& plan, Probe* probe) {
 void PipelineRank::make_contract() {
   ContractConfig contract;
   contract.microbatches = config_.stage.microbatches;
+  contract.reduced = transport_.size(Group::kData) > 1;
   contract.accumulate = config_.stage.gradients.placement == Placement::kAccumulate;
   for (const TransformerStage* s : stage_list_) {
     const ParameterList& parameters = s->weights().parameters();
@@ -106,14 +107,14 @@ void PipelineRank::upload_batch(std::span<const std::int32_t> tokens, std::span<
   device_.zero(*caller_, loss_.data(), loss_.bytes());
 }
 
-double PipelineRank::loss_sum(int microbatches) {
-  // Only the last stage's rank has losses; every other cell is zero.
+double PipelineRank::loss_sum() {
+  // Only the last stage's rank of each replica has losses; every other cell is zero.
   std::vector<float> cells(static_cast<std::size_t>(config_.stage.microbatches));
-  transport_.all_reduce_sum(*caller_, loss_.as<float>(), config_.stage.microbatches, Group::kPipeline);
+  transport_.all_reduce_sum(*caller_, loss_.as<float>(), config_.stage.microbatches, Group::kWorld);
   device_.download(*caller_, cells.data(), loss_.data(), loss_.bytes());
   device_.synchronize();
   double sum = 0.0;
-  for (int m = 0; m < microbatches; ++m) sum += static_cast<double>(cells[static_cast<std::size_t>(m)]);
+  for (const float cell : cells) sum += static_cast<double>(cell);
   return sum;
 }
 
@@ -127,7 +128,7 @@ StepResult PipelineRank::train_step(std::span<const std::int32_t> tokens, std::s
   runner_->run();
 
   StepResult result;
-  result.loss_sum = loss_sum(config_.stage.microbatches);
+  result.loss_sum = loss_sum();
   result.scalars = optimizer_->step(*caller_, static_cast<float>(learning_rate), step);
   if (result.scalars.skip != 0) {
     for (const TransformerStage* s : stage_list_) {
@@ -146,7 +147,7 @@ double PipelineRank::evaluate(std::span<const std::int32_t> tokens, std::span<co
     if (contract_->needs_refresh(s->index())) runner_->refresh(s->index());
   }
   enqueue_evaluation(device_, *graph_, *contract_, *boundary_, *executor_, stage_list_, rank_of_stage_, microbatches);
-  const double sum = loss_sum(microbatches);
+  const double sum = loss_sum();
   contract_->complete_uses();
   return sum;
 }

@@ -38,7 +38,7 @@ struct RankPlan {
 };
 
 struct StepResult {
-  double loss_sum = 0.0;  // Σ −log p over the step's target tokens, on every rank
+  double loss_sum = 0.0;  // Σ −log p over the step's target tokens of all replicas, on every rank
   OptimizerScalars scalars{};
 };
 
@@ -48,12 +48,13 @@ class PipelineRank {
   PipelineRank(Device&, Ops&, Transport&, const RankConfig&, const RankPlan&, TraceProbe* trace);
   ~PipelineRank();
 
-  // [M, T] each, used where the rank holds the first or the last stage; the same on every rank. One optimizer step,
-  // from 1: Algorithm 1, clip, AdamW, commit.
+  // [M, T] each, used where the rank holds the first or the last stage; the same on every rank of a replica. One
+  // optimizer step, from 1: Algorithm 1, clip, AdamW, commit.
   StepResult train_step(std::span<const std::int32_t> tokens, std::span<const std::int32_t> targets,
                         double learning_rate, std::uint32_t step);
 
-  // Σ −log p of up to M microbatches, on every rank; at a step boundary. Changes caches and nothing else (design.md 6).
+  // Σ −log p of up to M microbatches of each replica, on every rank; at a step boundary. Changes caches and nothing
+  // else (design.md 6).
   double evaluate(std::span<const std::int32_t> tokens, std::span<const std::int32_t> targets, int microbatches);
 
   [[nodiscard]] ExecutionCounts counts() const noexcept { return executor_->counts(); }
@@ -68,7 +69,7 @@ class PipelineRank {
   void make_stages(const RankPlan&, Probe*);
   void make_contract();
   void upload_batch(std::span<const std::int32_t> tokens, std::span<const std::int32_t> targets);
-  double loss_sum(int microbatches);
+  double loss_sum();
   void record_commit(const StepResult&, double learning_rate);
 
   Device& device_;

@@ -1,11 +1,16 @@
 #include "core/runtime/step_runner.h"
 
+#include <algorithm>
+
+#include "core/error.h"
+
 namespace qe {
 
-StepRunner::StepRunner(Device& device, QEffect& contract, GraphExecutor& executor, Boundary& boundary,
-                       std::vector<const TransformerStage*> stages, std::vector<Action> actions, Stream& caller,
-                       Stream& graph, std::uint64_t* counters, ScaleUpdate scale_update)
+StepRunner::StepRunner(Device& device, Transport& transport, QEffect& contract, GraphExecutor& executor,
+                       Boundary& boundary, std::vector<const TransformerStage*> stages, std::vector<Action> actions,
+                       Stream& caller, Stream& graph, std::uint64_t* counters, ScaleUpdate scale_update)
     : device_(device),
+      transport_(transport),
       contract_(contract),
       executor_(executor),
       boundary_(boundary),
@@ -14,9 +19,14 @@ StepRunner::StepRunner(Device& device, QEffect& contract, GraphExecutor& executo
       caller_(caller),
       graph_(graph),
       counters_(counters),
-      scale_update_(scale_update) {}
+      scale_update_(scale_update) {
+  if (transport.size(Group::kData) == 1) return;
+  reduction_ = device.make_stream("reduction");
+  for (std::size_t i = 0; i < stages_.size(); ++i) gradients_done_.push_back(device.make_event());
+}
 
 void StepRunner::run() {
+  reducing_.clear();
   device_.zero(caller_, counters_, 2 * stages_.size() * sizeof(std::uint64_t));
   for (const Action& action : actions_) {
     if (is_send(action.kind) || is_recv(action.kind)) {
@@ -45,7 +55,18 @@ void StepRunner::run_compute(const Action& action) {
   boundary_.deliver_inputs(action, slot);
   executor_.run(action, guard.slots(), guard.first_write());
   boundary_.mark_produced(action, slot);
+  if (scale_update_ == ScaleUpdate::kMicrobatch && stage->scales_apart() && action.kind != ActionKind::kWeightGrad) {
+    update_scales(*stage, action.kind == ActionKind::kForward ? Chain::kForward : Chain::kBackward);
+  }
   guard.commit();
+}
+
+void StepRunner::update_scales(const TransformerStage& stage, Chain chain) {
+  if (stage.reduces_amaxes()) {
+    const Fp8State& state = stage.scaling(chain);
+    transport_.all_reduce_max(graph_, state.amaxes(), state.slots(), Group::kData);
+  }
+  executor_.update_scales(stage.index(), chain);
 }
 
 void StepRunner::refresh(StageIndex stage) {
@@ -56,21 +77,39 @@ void StepRunner::refresh(StageIndex stage) {
 }
 
 void StepRunner::reduce(StageIndex stage) {
-  // With one replica there is nothing to add; that every gradient is there is checked all the same.
   contract_.begin_reduction(stage);
-  contract_.complete_reduction(stage);
+  reducing_.push_back(stage);
+  if (reduction_ == nullptr) return complete_reductions();  // one replica: nothing to add, nothing in flight
+  const auto own = std::find_if(stages_.begin(), stages_.end(), [&](auto* s) { return s->index() == stage; });
+  Event& done = *gradients_done_.at(static_cast<std::size_t>(own - stages_.begin()));
+  device_.record(done, graph_);
+  device_.wait(*reduction_, done);
+  for (const ParameterKind kind : {ParameterKind::kMatrix, ParameterKind::kVector}) {
+    const Tensor gradients = (*own)->gradients().all(kind);
+    QE_EXPECTS(gradients.dtype == DType::kF32, "replicas sum FP32 gradients");
+    transport_.all_reduce_sum(*reduction_, gradients.as<float>(), gradients.shape.cols, Group::kData);
+  }
+}
+
+void StepRunner::complete_reductions() {
+  for (const StageIndex stage : reducing_) contract_.complete_reduction(stage);
+  reducing_.clear();
 }
 
 void StepRunner::finalize() {
   if (scale_update_ == ScaleUpdate::kStep) {
     for (const TransformerStage* s : stages_) {
-      executor_.update_scales(s->index(), Chain::kForward);
-      executor_.update_scales(s->index(), Chain::kBackward);
+      if (!s->scales_apart()) continue;
+      for (const Chain chain : {Chain::kForward, Chain::kBackward}) {
+        if (s->reduces_amaxes()) s->gather_amaxes(graph_, chain);
+        update_scales(*s, chain);
+      }
     }
   }
   counted_.assign(2 * stages_.size(), 0);
   device_.download(caller_, counted_.data(), counters_, counted_.size() * sizeof(std::uint64_t));
   device_.synchronize();
+  complete_reductions();
   contract_.complete_uses();
   contract_.finalize_step(counted_);
 }

@@ -2,19 +2,21 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "core/qeffect/qeffect.h"
 #include "core/runtime/boundary.h"
 #include "core/runtime/graph_executor.h"
 #include "core/schedule.h"
+#include "core/transport.h"
 
 namespace qe {
 
 class StepRunner {
  public:
   // `actions` is the rank's lowered list. `counters` are the device counters of its stages, {forward, backward} each.
-  StepRunner(Device&, QEffect&, GraphExecutor&, Boundary&, std::vector<const TransformerStage*> stages,
+  StepRunner(Device&, Transport&, QEffect&, GraphExecutor&, Boundary&, std::vector<const TransformerStage*> stages,
              std::vector<Action> actions, Stream& caller, Stream& graph, std::uint64_t* counters,
              ScaleUpdate scale_update);
 
@@ -29,10 +31,13 @@ class StepRunner {
 
  private:
   void run_compute(const Action&);
+  void update_scales(const TransformerStage&, Chain);
   void reduce(StageIndex);
+  void complete_reductions();
   void finalize();
 
   Device& device_;
+  Transport& transport_;
   QEffect& contract_;
   GraphExecutor& executor_;
   Boundary& boundary_;
@@ -42,6 +47,10 @@ class StepRunner {
   Stream& graph_;
   std::uint64_t* counters_;
   ScaleUpdate scale_update_;
+  // Replicas only: gradients are summed beside the other stages' work.
+  std::unique_ptr<Stream> reduction_;
+  std::vector<std::unique_ptr<Event>> gradients_done_;  // by stage
+  std::vector<StageIndex> reducing_;
   std::vector<std::uint64_t> counted_;
 };
 

@@ -57,6 +57,11 @@ Tensor GradMemory::main_group(int first, int count) const {
              : group(vector_memory_.as<unsigned char>(), vectors_, DType::kF32, first, count);
 }
 
+Tensor GradMemory::all(ParameterKind kind) const {
+  return kind == ParameterKind::kMatrix ? make_tensor(matrix_memory_.data(), matrix_type_, {1, matrices_.total})
+                                        : make_tensor(vector_memory_.data(), DType::kF32, {1, vectors_.total});
+}
+
 int GradMemory::views(int parameter) const noexcept { return has_views(parameter) ? microbatches_ : 0; }
 
 Tensor GradMemory::view(int parameter, MicrobatchIndex m) const {

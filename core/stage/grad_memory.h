@@ -20,6 +20,9 @@ class GradMemory {
   [[nodiscard]] Tensor main(int parameter) const;
   [[nodiscard]] Tensor main_group(int first, int count) const;
 
+  // All main gradients of one kind, padding included, [1, n]: what replicas sum.
+  [[nodiscard]] Tensor all(ParameterKind) const;
+
   [[nodiscard]] int views(int parameter) const noexcept;            // M, or 0
   [[nodiscard]] Tensor view(int parameter, MicrobatchIndex) const;  // activation type
 

@@ -23,6 +23,8 @@ struct ModelConfig {
 enum class Compute : std::uint8_t { kFp8, kBf16, kFp32 };
 enum class HeadPrecision : std::uint8_t { kFp8Delayed, kFp8Dynamic, kBf16 };  // kBf16 under fp32 compute means FP32
 enum class ScaleUpdate : std::uint8_t { kMicrobatch, kStep };
+// Whose amaxes an update sees: this replica's, or the largest over all replicas.
+enum class ReduceAmax : std::uint8_t { kOff, kData };
 enum class Fp8Format : std::uint8_t { kHybrid, kE4M3 };
 
 // The delayed recipe (semantics.md section 1).
@@ -32,6 +34,7 @@ struct Fp8Recipe {
   AmaxAlgorithm amax_compute_algo = AmaxAlgorithm::kMax;
   int margin = 0;
   ScaleUpdate scale_update = ScaleUpdate::kMicrobatch;
+  ReduceAmax reduce_amax = ReduceAmax::kOff;
 
   [[nodiscard]] DType forward_type() const noexcept { return DType::kE4M3; }
   [[nodiscard]] DType backward_type() const noexcept {

@@ -12,6 +12,7 @@ TransformerStage::TransformerStage(Device& device, Ops& ops, Stream& setup, cons
       range_(range),
       microbatches_(config.microbatches),
       update_per_microbatch_(config.fp8.scale_update == ScaleUpdate::kMicrobatch),
+      reduces_amaxes_(config.compute == Compute::kFp8 && config.fp8.reduce_amax == ReduceAmax::kData),
       buffers_(buffers),
       probe_(probe),
       weights_(device, stage_parameters(config, range)),
@@ -126,9 +127,20 @@ void TransformerStage::weight_grad(Stream& stream, std::span<const SlotIndex> sl
   for (const Linear* linear : linears()) linear->record_matrix_grads(r, m);
 }
 
-void TransformerStage::update_scales(Stream& stream, Chain chain) const { scaling(chain).update(ops_, stream); }
+void TransformerStage::gather_amaxes(Stream& stream, Chain chain) const { scaling(chain).gather(ops_, stream); }
+
+void TransformerStage::update_scales(Stream& stream, Chain chain) const {
+  if (reduces_amaxes_) scaling(chain).scatter(ops_, stream);
+  scaling(chain).update(ops_, stream);
+  if (reduces_amaxes_ && update_per_microbatch_) advance(stream, chain);
+}
+
+void TransformerStage::advance(Stream& stream, Chain chain) const {
+  ops_.advance_token(stream, chain == Chain::kForward ? buffers_.forward_counter : buffers_.backward_counter);
+}
 
 void TransformerStage::finish_chain(const StageRun& r, Chain chain) const {
+  if (reduces_amaxes_ && update_per_microbatch_) return gather_amaxes(r.stream, chain);
   if (update_per_microbatch_) update_scales(r.stream, chain);
   if (probe_ != nullptr) {
     const Fp8State& state = scaling(chain);
@@ -137,7 +149,7 @@ void TransformerStage::finish_chain(const StageRun& r, Chain chain) const {
       r.record(ProbeCategory::kScale, state.name(s), state.scale(s, 1));
     }
   }
-  ops_.advance_token(r.stream, chain == Chain::kForward ? buffers_.forward_counter : buffers_.backward_counter);
+  advance(r.stream, chain);
 }
 
 void TransformerStage::record_forward(const StageRun& r, const Layer& l) const {

@@ -37,8 +37,12 @@ class TransformerStage {
   void input_grad(Stream&,
                   SlotIndex) const;  // output_grad() → input_grad(slot), vector gradients, backward scales, token + 1
   void weight_grad(Stream&, std::span<const SlotIndex>, bool first_write) const;
-  void evaluate(Stream&, SlotIndex) const;   // as F, with no amax, no roll and no token; the loss only
-  void update_scales(Stream&, Chain) const;  // the step's one update under scale_update = step
+  void evaluate(Stream&, SlotIndex) const;  // as F, with no amax, no roll and no token; the loss only
+  // Where scales_apart(): the update as a unit of its own, after F or I (then with token + 1) or once a step. With
+  // reduced amaxes the runner gathers them (F and I have done it already when scales move per microbatch), reduces
+  // scaling(chain).amaxes() over the replicas and calls this, which puts them back first.
+  void gather_amaxes(Stream&, Chain) const;
+  void update_scales(Stream&, Chain) const;
 
   // Boundary memory of a slot, [T, h] in the activation type.
   [[nodiscard]] Tensor input(SlotIndex) const;  // not on the first stage
@@ -61,6 +65,11 @@ class TransformerStage {
   [[nodiscard]] std::vector<const Linear*> linears() const;
   // Parameter indices of the matrices: the ledger's order.
   [[nodiscard]] std::vector<int> matrices() const;
+  [[nodiscard]] bool reduces_amaxes() const noexcept { return reduces_amaxes_; }
+  // Scales do not move inside F and I.
+  [[nodiscard]] bool scales_apart() const noexcept {
+    return forward_state_.slots() > 0 && (reduces_amaxes_ || !update_per_microbatch_);
+  }
   [[nodiscard]] int weight_quantize_launches() const noexcept;  // of one refresh
 
  private:
@@ -74,6 +83,7 @@ class TransformerStage {
   [[nodiscard]] StageRun run(Stream&, SlotIndex, Pass) const;
   void forward_pass(const StageRun&) const;
   void finish_chain(const StageRun&, Chain) const;
+  void advance(Stream&, Chain) const;  // the chain's token + 1
   [[nodiscard]] Tensor layer_input(const StageRun&, std::size_t layer) const;
   void record_forward(const StageRun&, const Layer&) const;
   void record_input_grad(const StageRun&, const Layer&, const Tensor& dx) const;
@@ -84,6 +94,7 @@ class TransformerStage {
   StageRange range_;
   int microbatches_;
   bool update_per_microbatch_;
+  bool reduces_amaxes_;
   StageBuffers buffers_;
   Probe* probe_;
   StageWeights weights_;

@@ -36,9 +36,10 @@ Batch synthetic_batch(const Config& config, std::uint32_t step) {
 RunOutcome run_training(const Config& config, const RunOptions& options) {
   const RankPlan plan = make_rank_plan(config);
   const RankConfig rank_config = make_rank_config(config);
-  ThreadWorld world(config.pipeline.pipeline_model_parallel_size, 1);
+  ThreadWorld world(config.pipeline.pipeline_model_parallel_size, config.parallel.data);
   RunOutcome outcome;
   outcome.counts.resize(static_cast<std::size_t>(config.ranks()));
+  outcome.replicas.resize(static_cast<std::size_t>(config.parallel.data));
   std::mutex mutex;
   run_ranks(world, [&](int rank) {
     CpuDevice device(options.policy, options.policy_seed + static_cast<std::uint64_t>(rank));
@@ -48,8 +49,11 @@ RunOutcome run_training(const Config& config, const RunOptions& options) {
     PipelineRank pipeline(device, ops, *transport, rank_config, plan, options.trace ? &trace : nullptr);
     for (std::uint32_t step = 1; step <= static_cast<std::uint32_t>(options.steps); ++step) {
       const Batch batch = synthetic_batch(config, step);
-      const StepResult result =
-          pipeline.train_step(batch.tokens, batch.targets, learning_rate(config.training, step), step);
+      const auto replica = static_cast<std::size_t>(transport->rank(Group::kData));
+      const std::size_t share = batch.tokens.size() / static_cast<std::size_t>(config.parallel.data);
+      const StepResult result = pipeline.train_step(std::span(batch.tokens).subspan(replica * share, share),
+                                                    std::span(batch.targets).subspan(replica * share, share),
+                                                    learning_rate(config.training, step), step);
       if (rank == 0) {
         outcome.losses.push_back(result.loss_sum);
         outcome.scalars.push_back(result.scalars);
@@ -59,8 +63,10 @@ RunOutcome run_training(const Config& config, const RunOptions& options) {
     transport->barrier(Group::kWorld);
     const std::lock_guard lock(mutex);
     outcome.counts[static_cast<std::size_t>(rank)] = pipeline.counts();
-    outcome.trace.insert(trace.records().begin(), trace.records().end());
+    outcome.replicas[static_cast<std::size_t>(transport->rank(Group::kData))].insert(trace.records().begin(),
+                                                                                     trace.records().end());
   });
+  outcome.trace = outcome.replicas.front();
   return outcome;
 }
 

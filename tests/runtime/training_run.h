@@ -18,18 +18,19 @@ struct RunOptions {
   bool trace = true;
   DrainPolicy policy = DrainPolicy::kImmediate;
   std::uint64_t policy_seed = 0;
-  // Called on each rank after each step.
+  // Called on each rank (world rank) after each step.
   std::function<void(int rank, PipelineRank&, std::uint32_t step)> after_step;
 };
 
 struct RunOutcome {
-  TraceRecords trace;          // union over ranks
-  std::vector<double> losses;  // Σ −log p of each step
+  TraceRecords trace;                  // union over the ranks of the first replica
+  std::vector<TraceRecords> replicas;  // the same of each replica
+  std::vector<double> losses;          // Σ −log p of each step
   std::vector<OptimizerScalars> scalars;
   std::vector<ExecutionCounts> counts;  // by rank
 };
 
-// Tokens of one step: below the vocabulary, a function of the step alone.
+// Tokens of one step, of all replicas: below the vocabulary, a function of the step alone.
 struct Batch {
   std::vector<std::int32_t> tokens, targets;
 };

@@ -164,7 +164,18 @@ TEST_CASE("features that do not exist are refused by name with a reason") {
   CHECK_THAT(refused({"training.loss_mask=true"}), ContainsSubstring("masked targets"));
   CHECK_THAT(refused({"checkpoint.dir=x"}), ContainsSubstring("checkpoint: refused: saving"));
   CHECK_THAT(refused({"execution.graph_scope=step"}), ContainsSubstring("wanted \"action\""));
-  CHECK_THAT(refused({"parallel.data=2", "training.global_batch_size=8"}), ContainsSubstring("parallel.data: found 2"));
+}
+
+TEST_CASE("replicas need one accumulated FP32 gradient and one set of scales") {
+  const auto two = [](const std::string& more) {
+    return refused({"parallel.data=2", "training.global_batch_size=8", more});
+  };
+  CHECK(two("training.seed=1") == "accepted");
+  CHECK(two("fp8.reduce_amax=dp") == "accepted");
+  CHECK_THAT(two("fp8.reduce_amax=off"), ContainsSubstring("the scales of 2 replicas must stay one; wanted \"dp\""));
+  CHECK_THAT(two("gradients.placement=arena"), ContainsSubstring("parallel.data: found 2"));
+  CHECK_THAT(two("gradients.dtype=bf16"), ContainsSubstring("gradients.dtype: found \"bf16\""));
+  CHECK_THAT(refused({"parallel.data=3"}), ContainsSubstring("wanted a multiple of micro_batch_size x parallel.data"));
 }
 
 TEST_CASE("W groups divide the microbatches and need one accumulated gradient and a W of its own") {
