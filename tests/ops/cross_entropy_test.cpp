@@ -74,6 +74,20 @@ Result run(DeviceArrays& d, const Problem& p, DType type, bool write_gradient) {
   return {d.read(loss, 3), d.get(logits), d.padding_intact(logits)};
 }
 
+// Loss and gradient against the double oracle. FP32: a few units of the last place. BF16: half a unit, 2^-9, more.
+void require_oracle(const Problem& p, DType type, const Result& got) {
+  const Expected want = in_double(p);
+  CHECK(std::abs(got.loss[1] - want.loss) <= 1e-6 * want.loss + 1e-6);
+  CHECK(got.padding_intact);
+  const double relative = type == DType::kBF16 ? 0x1p-8 : 1e-6;
+  std::size_t wrong = 0;
+  for (std::size_t i = 0; i < want.gradient.size(); ++i) {
+    const double error = std::abs(got.logits[i] - want.gradient[i]);
+    if (!(error <= relative * std::abs(want.gradient[i]) + 1e-9)) ++wrong;
+  }
+  CHECK(wrong == 0);
+}
+
 }  // namespace
 
 TEST_CASE("loss and gradient agree with a softmax in double, whatever the padding columns hold") {
@@ -176,5 +190,46 @@ TEST_CASE("a column of minus infinity has probability zero") {
     CHECK(got.loss[1] == 0.0f);
     CHECK(got.logits[0] == 0.0f);
     CHECK(got.logits[1] == 0.0f);
+  });
+}
+
+TEST_CASE("rows of any length agree with the softmax in double, and the same call twice gives the same bytes") {
+  struct Case {
+    DType type;
+    std::int64_t tokens, vocabulary, padded;
+  };
+  // Rows without wide accesses; rows of a few kilobytes up to several times a GPU's shared memory.
+  const Case cases[] = {
+      {DType::kBF16, 7, 251, 251},       {DType::kF32, 7, 253, 261},      {DType::kBF16, 3, 8191, 8192},
+      {DType::kF32, 3, 8193, 8256},      {DType::kBF16, 3, 50257, 50304}, {DType::kF32, 2, 50257, 50304},
+      {DType::kBF16, 2, 120001, 120064}, {DType::kF32, 2, 70001, 70016},  {DType::kF32, 1, 70001, 70003}};
+  on_every_backend([&](DeviceArrays& d) {
+    for (const Case& c : cases) {
+      INFO(name_of(c.type) << " " << c.vocabulary << " of " << c.padded);
+      Problem p = make_problem(c.tokens, c.vocabulary, c.padded, c.type, kNaN);
+      p.targets.back() = static_cast<std::int32_t>(c.vocabulary - 1);
+      const Result got = run(d, p, c.type, true), again = run(d, p, c.type, true);
+      require_oracle(p, c.type, got);
+      CHECK(got.loss == again.loss);
+      CHECK(got.logits == again.logits);
+    }
+  });
+}
+
+TEST_CASE("a padding column has gradient zero even where the row is NaN") {
+  on_every_backend([](DeviceArrays& d) {
+    Problem p = make_problem(2, 100, 128, DType::kBF16, 5.0f);
+    p.logits[128 + 3] = kNaN;
+    const Result got = run(d, p, DType::kBF16, true);
+    for (std::size_t c = 100; c < 128; ++c) CHECK(got.logits[128 + c] == 0.0f);
+    CHECK(std::isnan(got.logits[128 + 4]));
+  });
+}
+
+TEST_CASE("many rows at the size of a language model agree with the softmax in double", "[slow]") {
+  on_every_backend([](DeviceArrays& d) {
+    Problem p = make_problem(512, 50257, 50304, DType::kBF16, 1e30f);
+    for (std::size_t t = 0; t < p.targets.size(); t += 5) p.targets[t] = -1;
+    require_oracle(p, DType::kBF16, run(d, p, DType::kBF16, true));
   });
 }

@@ -1,4 +1,6 @@
 // Embedding forward and backward with inputs whose sums are exact, or whose order of summation shows.
+#include <bit>
+#include <cstring>
 #include <vector>
 
 #include "core/random.h"
@@ -10,7 +12,53 @@ using qe::test::on_every_backend;
 
 namespace {
 constexpr float kBig = 16777216.0f;  // 2^24: adding 1 to it changes nothing
+
+std::vector<float> random_values(std::size_t n, std::uint64_t stream) {
+  std::vector<float> values(n);
+  for (std::size_t i = 0; i < n; ++i) values[i] = static_cast<float>(philox(stream, 9, i).w[0]) * 0x1p-31f - 1.0f;
+  return values;
 }
+
+bool same_bytes(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// A microbatch of random tokens, the second of two; a third of its tokens are id 1, some ids never come.
+struct Batch {
+  std::size_t tokens, length, hidden, ids;
+  std::vector<std::int32_t> values;  // both microbatches
+  [[nodiscard]] std::size_t id(std::size_t t) const { return static_cast<std::size_t>(values[tokens + t]); }
+};
+Batch make_batch(std::size_t tokens, std::size_t length, std::size_t hidden, std::size_t ids) {
+  Batch b{tokens, length, hidden, ids, std::vector<std::int32_t>(2 * tokens, 0)};
+  for (std::size_t t = 0; t < tokens; ++t) {
+    const RandomWords r = philox(21, tokens, t);
+    b.values[tokens + t] = r.w[1] % 3 == 0 ? 1 : static_cast<std::int32_t>(r.w[0] % ids);
+  }
+  return b;
+}
+
+struct Gradients {
+  std::vector<float> token, position;
+};
+// In the order of additions that core/ops_args.h names.
+Gradients gradients_in_order(const Batch& b, const std::vector<float>& rows, Gradients g) {
+  std::vector<float> sums(b.ids * b.hidden, 0.0f);
+  std::vector<bool> comes(b.ids, false);
+  for (std::size_t t = 0; t < b.tokens; ++t) {
+    comes[b.id(t)] = true;
+    for (std::size_t c = 0; c < b.hidden; ++c) {
+      const float v = rows[t * b.hidden + c];
+      sums[b.id(t) * b.hidden + c] += v;
+      g.position[t % b.length * b.hidden + c] += v;
+    }
+  }
+  for (std::size_t i = 0; i < sums.size(); ++i) {
+    if (comes[i / b.hidden]) g.token[i] += sums[i];
+  }
+  return g;
+}
+}  // namespace
 
 TEST_CASE("a row is its token's plus its position's, summed in FP32 and rounded once") {
   on_every_backend([](DeviceArrays& d) {
@@ -112,6 +160,70 @@ TEST_CASE("all tokens equal: the gradient is the same in every one of 20 runs an
     for (std::size_t c = 0; c < kHidden; ++c) {
       CHECK(std::abs(first_token[3 * kHidden + c] - want[c]) < 1e-5);
       CHECK(first_token[2 * kHidden + c] == 0.0f);
+    }
+  });
+}
+
+TEST_CASE("gradients of any shape have the bits of additions in the promised order") {
+  struct Case {
+    std::size_t tokens, length, hidden, ids;
+    std::int64_t pad;  // between rows; 0: contiguous
+  };
+  // Columns that allow wide accesses and not, more than a block's; more tokens than are compared at once.
+  const Case cases[] = {{1, 1, 1, 3, 0},          {6, 3, 4104, 5, 8},       {33, 11, 8, 4, 0},
+                        {64, 64, 13, 40, 5},      {4104, 1026, 40, 300, 0}, {2049, 683, 16, 9, 8},
+                        {2048, 512, 768, 700, 0}, {65536, 4096, 8, 5000, 0}};
+  on_every_backend([&](DeviceArrays& d) {
+    for (const Case& c : cases) {
+      INFO(c.tokens << " tokens of " << c.hidden);
+      const Batch b = make_batch(c.tokens, c.length, c.hidden, c.ids);
+      const auto matrix = [&](DType type, std::size_t rows, const std::vector<float>& values) {
+        const auto cols = static_cast<std::int64_t>(c.hidden);
+        return d.matrix(type, static_cast<std::int64_t>(rows), cols, values, c.pad == 0 ? 0 : cols + c.pad);
+      };
+      const Gradients before = {random_values(c.ids * c.hidden, 1), random_values(c.length * c.hidden, 2)};
+      for (const DType type : {DType::kBF16, DType::kF32}) {
+        std::vector<float> rows = random_values(c.tokens * c.hidden, 3);
+        if (type == DType::kBF16) {
+          for (float& v : rows) v = round_bf16(v);
+        }
+        const Tensor token = matrix(DType::kF32, c.ids, before.token);
+        const Tensor position = matrix(DType::kF32, c.length, before.position);
+        d.ops().embedding_backward(d.stream(),
+                                   {d.array(b.values), d.array<std::int32_t>({1}), static_cast<int>(c.length),
+                                    matrix(type, c.tokens, rows), token, position});
+        const Gradients want = gradients_in_order(b, rows, before);
+        CHECK(same_bytes(d.get(token), want.token));
+        CHECK(same_bytes(d.get(position), want.position));
+        if (c.pad != 0) CHECK((d.padding_intact(token) && d.padding_intact(position)));
+      }
+    }
+  });
+}
+
+TEST_CASE("rows of any width are token plus position and overwrite whatever was there") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const std::size_t hidden : {1u, 8u, 13u, 768u, 4104u}) {
+      for (const DType type : {DType::kBF16, DType::kF32}) {
+        INFO(hidden << " columns of " << name_of(type));
+        const Batch b = make_batch(96, 32, hidden, 50);
+        const auto cols = static_cast<std::int64_t>(hidden);
+        std::vector<float> table = random_values(b.ids * hidden, 4), positions = random_values(b.length * hidden, 5);
+        if (type == DType::kBF16) {
+          for (float& v : table) v = round_bf16(v);
+        }
+        const Tensor out = d.matrix(type, 96, cols, std::vector<float>(96 * hidden, std::bit_cast<float>(0x7fc00000u)));
+        d.ops().embedding_forward(d.stream(),
+                                  {d.array(b.values), d.array<std::int32_t>({1}), 32, d.matrix(type, 50, cols, table),
+                                   d.matrix(DType::kF32, 32, cols, positions), out});
+        std::vector<float> want(96 * hidden);
+        for (std::size_t i = 0; i < want.size(); ++i) {
+          const std::size_t t = i / hidden, c = i % hidden;
+          want[i] = table[b.id(t) * hidden + c] + positions[t % 32 * hidden + c];
+          if (type == DType::kBF16) want[i] = round_bf16(want[i]);
+        }
+        CHECK(same_bytes(d.get(out), want));
+      }
     }
   });
 }

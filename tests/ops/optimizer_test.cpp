@@ -1,5 +1,6 @@
 // gradient_norm, clip_factor and adamw against oracles in double and against exact values.
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -59,6 +60,62 @@ void update(DeviceArrays& d, const std::vector<AdamWItem>& items, const Optimize
   hyper.items = items;
   hyper.scalars = d.array<OptimizerScalars>({scalars});
   d.ops().adamw(d.stream(), hyper);
+}
+
+bool same_bytes(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// What one parameter holds, as FP32.
+struct State {
+  std::vector<float> master, gradient, moment1, moment2;
+};
+void set(DeviceArrays& d, const AdamWItem& item, const State& s) {
+  d.set(item.master, s.master);
+  d.set(item.gradient, s.gradient);
+  d.set(item.moment1, s.moment1);
+  d.set(item.moment2, s.moment2);
+}
+State make_state(std::size_t n, std::uint64_t stream, DType gradient, DType moments) {
+  State s = {random_values(n, stream, 1.0f), random_values(n, stream + 1, 0.03f), random_values(n, stream + 2, 0.01f),
+             random_values(n, stream + 3, 1e-4f)};
+  for (std::size_t i = 0; i < n; ++i) {
+    s.moment2[i] = std::abs(s.moment2[i]);
+    if (i % 7 == 3) s.gradient[i] = s.moment1[i] = s.moment2[i] = 0.0f;  // a row that no token named
+    if (i % 11 == 5) s.gradient[i] *= 1e-36f;                            // subnormal on the way
+    if (i % 13 == 6) s.moment1[i] *= 1e-38f;
+    if (i % 17 == 8) s.moment2[i] *= 1e-37f;
+    if (gradient == DType::kBF16) s.gradient[i] = round_bf16(s.gradient[i]);
+    if (moments == DType::kBF16) s.moment1[i] = round_bf16(s.moment1[i]);
+    if (moments == DType::kBF16) s.moment2[i] = round_bf16(s.moment2[i]);
+  }
+  return s;
+}
+// The shared rule, element by element.
+State after_update(State s, const AdamWItem& item, const OptimizerScalars& scalars) {
+  const AdamWFactors f = {scalars.clip,
+                          kHyper.beta1,
+                          1.0f - kHyper.beta1,
+                          kHyper.beta2,
+                          1.0f - kHyper.beta2,
+                          scalars.bias_correction1,
+                          scalars.bias_correction2,
+                          scalars.learning_rate,
+                          item.decay ? scalars.learning_rate * kHyper.weight_decay : 0.0f,
+                          kHyper.epsilon};
+  for (std::size_t i = 0; i < s.master.size(); ++i) {
+    const AdamWElement e = adamw_element({s.master[i], s.moment1[i], s.moment2[i]}, s.gradient[i], f);
+    s.master[i] = e.weight;
+    s.moment1[i] = e.moment1;
+    s.moment2[i] = e.moment2;
+    if (item.zero_gradient) s.gradient[i] = 0.0f;
+    if (item.moment1.dtype == DType::kF32) continue;
+    const std::uint32_t word =
+        moment_rounding_words(kHyper.seed, scalars.step, static_cast<std::uint32_t>(item.global_index), i / 4).w[i % 4];
+    s.moment1[i] = to_float(stochastic_round_bf16(e.moment1, moment1_bits(word)));
+    s.moment2[i] = to_float(stochastic_round_bf16(e.moment2, moment2_bits(word)));
+  }
+  return s;
 }
 
 }  // namespace
@@ -270,5 +327,145 @@ TEST_CASE("a BF16 main gradient gives the update of its FP32 value") {
     d.set(narrow.item.gradient, g);
     update(d, {wide.item, narrow.item}, scalars_at(1, 0.1f));
     CHECK(d.get(wide.item.master) == d.get(narrow.item.master));
+  });
+}
+
+TEST_CASE("every element of every parameter of a launch moves by the shared rule, bit for bit") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const DType moments : {DType::kF32, DType::kBF16}) {
+      std::vector<AdamWItem> items;
+      std::vector<State> states;
+      // Around a tile of 64 × 128, tall, flat and tiny; rows that begin on wide accesses and not.
+      for (const Shape shape :
+           {Shape{1, 1}, Shape{64, 128}, Shape{65, 132}, Shape{3, 5}, Shape{130, 260}, Shape{700, 8}, Shape{1, 9000},
+            Shape{1, 8191}, Shape{5, 3000}, Shape{67, 129}, Shape{2100, 3}}) {
+        for (const std::int64_t pad : {0, 4, 3}) {
+          const std::size_t k = items.size();
+          const DType type = k % 2 == 0 ? DType::kF32 : DType::kBF16;
+          Parameter p(d, shape, moments, k % 3 != 0, pad);
+          p.item.gradient = d.matrix(type, shape.rows, shape.cols, pad == 0 ? 0 : shape.cols + 2 * pad);
+          p.item.global_index = static_cast<std::int64_t>(7 * k);
+          p.item.zero_gradient = k % 4 == 1;
+          states.push_back(make_state(static_cast<std::size_t>(shape.elements()), 10 * k, type, moments));
+          set(d, p.item, states.back());
+          items.push_back(p.item);
+        }
+      }
+      OptimizerScalars s = scalars_at(3, 0.01f);
+      s.clip = 0.37f;
+      update(d, items, s);
+      for (std::size_t k = 0; k < items.size(); ++k) {
+        INFO("item " << k << ", " << items[k].master.shape.rows << " x " << items[k].master.shape.cols);
+        const State want = after_update(states[k], items[k], s);
+        CHECK(same_bytes(d.get(items[k].master), want.master));
+        CHECK(same_bytes(d.get(items[k].gradient), want.gradient));
+        CHECK(same_bytes(d.get(items[k].moment1), want.moment1));
+        CHECK(same_bytes(d.get(items[k].moment2), want.moment2));
+      }
+    }
+  });
+}
+
+TEST_CASE("a parameter's sum of squares does not depend on pitch, alignment or what else is in the launch") {
+  on_every_backend([](DeviceArrays& d) {
+    const Tensor small = d.matrix(DType::kF32, 1, 3), large = d.matrix(DType::kF32, 301, 130);
+    for (const Shape shape : {Shape{70, 1300}, Shape{200, 24}, Shape{1, 20000}, Shape{5, 7}}) {
+      const std::vector<float> g = random_values(static_cast<std::size_t>(shape.elements()), 31, 1.0f);
+      const float alone = norm_of(d, d.matrix(DType::kF32, shape.rows, shape.cols, g)).squares;
+      double want = 0.0;
+      for (const float v : g) want += static_cast<double>(v) * v;
+      CHECK(std::abs(alone - want) <= 1e-6 * want);
+      for (const std::int64_t pad : {0, 3, 8}) {
+        std::vector<GradientItem> items;
+        for (std::int64_t k = 0; k < 1100; ++k) {  // more than a block has threads
+          items.push_back({k % 100 == 0 ? large : small, {}, k});
+        }
+        items[777].gradient = d.matrix(DType::kF32, shape.rows, shape.cols, g, pad == 0 ? 0 : shape.cols + pad);
+        float* squares = d.array(std::vector<float>(1100, -1.0f));
+        float* bad = d.array(std::vector<float>(1100, -1.0f));
+        d.ops().gradient_norm(d.stream(), {items, squares, bad});
+        std::vector<float> got = d.read(squares, 1100);
+        CHECK(got[777] == alone);
+        got[777] = 0.0f;
+        CHECK(got == std::vector<float>(1100, 0.0f));
+        CHECK(d.read(bad, 1100) == std::vector<float>(1100, 0.0f));
+      }
+    }
+  });
+}
+
+TEST_CASE("a large parameter's sum of squares is exact on small integers") {
+  on_every_backend([](DeviceArrays& d) {
+    std::vector<float> g(1003 * 1000);
+    double want = 0.0;
+    for (std::size_t i = 0; i < g.size(); ++i) {
+      g[i] = static_cast<float>(static_cast<int>(i % 7) - 3);
+      want += g[i] * g[i];
+    }
+    for (const DType type : {DType::kF32, DType::kBF16}) {
+      CHECK(norm_of(d, d.matrix(type, 1003, 1000, g)).squares == static_cast<float>(want));
+      CHECK(norm_of(d, d.matrix(type, 1000, 1003, g)).squares == static_cast<float>(want));
+    }
+  });
+}
+
+TEST_CASE("views of any pitch are summed in index order over whatever the main gradient held") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const Shape shape : {Shape{130, 200}, Shape{67, 129}, Shape{1, 9001}}) {
+      const auto n = static_cast<std::size_t>(shape.elements());
+      std::vector<Tensor> views;
+      std::vector<float> want;
+      for (std::uint64_t m = 0; m < 5; ++m) {
+        std::vector<float> v = random_values(n, 50 + m, m == 2 ? 1000.0f : 1.0f);
+        for (float& x : v) x = round_bf16(x);
+        views.push_back(d.matrix(DType::kBF16, shape.rows, shape.cols, v,
+                                 m % 2 == 0 ? 0 : shape.cols + 4 * static_cast<std::int64_t>(m)));
+        if (m == 0) want.assign(n, 0.0f);
+        for (std::size_t i = 0; i < n; ++i) want[i] = m == 0 ? v[i] : want[i] + v[i];
+      }
+      for (const std::int64_t pad : {0, 4, 1}) {
+        const Tensor gradient =
+            d.matrix(DType::kF32, shape.rows, shape.cols, std::vector<float>(n, kNaN), pad == 0 ? 0 : shape.cols + pad);
+        const Norm norm = norm_of(d, gradient, views);
+        CHECK(same_bytes(d.get(gradient), want));
+        CHECK(norm.squares == norm_of(d, d.matrix(DType::kF32, shape.rows, shape.cols, want)).squares);
+        CHECK(norm.bad == 0.0f);
+        if (pad != 0) CHECK(d.padding_intact(gradient));
+      }
+    }
+  });
+}
+
+TEST_CASE("a finite gradient whose square overflows is not bad, but its sum is infinite") {
+  on_every_backend([](DeviceArrays& d) {
+    const Norm one = norm_of(d, d.matrix(DType::kF32, 1, 3, {1.0f, 1e30f, 1.0f}));
+    CHECK(one.squares == kInf);
+    CHECK(one.bad == 0.0f);
+    const Norm many = norm_of(d, d.matrix(DType::kF32, 300, 130, std::vector<float>(300 * 130, 1e17f)));
+    CHECK(many.squares == kInf);
+    CHECK(many.bad == 0.0f);
+  });
+}
+
+TEST_CASE("the norm is the root of the partials' sum in index order, whatever their number") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const std::size_t count : {1u, 255u, 256u, 257u, 3000u}) {
+      std::vector<float> squares = random_values(count, 60, 1.0f);
+      double sum = 0.0;
+      for (std::size_t i = 0; i < count; ++i) {
+        squares[i] = squares[i] * squares[i] * (i % 5 == 0 ? 1e12f : 1e-9f);
+        sum += static_cast<double>(squares[i]);
+      }
+      std::vector<float> bad(count, 0.0f);
+      auto* scalars = d.array<OptimizerScalars>({OptimizerScalars{}});
+      const auto run = [&] {
+        d.ops().clip_factor(d.stream(),
+                            {d.array(squares), d.array(bad), static_cast<std::int64_t>(count), 1.0f, scalars});
+        return d.read(scalars, 1)[0];
+      };
+      CHECK(run().norm == static_cast<float>(std::sqrt(sum)));
+      bad[count - 1] = bad[count / 2] = 1.0f;
+      CHECK(run().first_bad == static_cast<std::int32_t>(count / 2));
+    }
   });
 }
