@@ -58,6 +58,7 @@ struct Rank {
   template <class T>
   std::vector<T> download(const Buffer& from, std::size_t count) {
     std::vector<T> to(count);
+    device.synchronize();  // the value may come from either stream
     device.download(*in, to.data(), from.data(), count * sizeof(T));
     device.synchronize();
     return to;
