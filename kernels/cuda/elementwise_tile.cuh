@@ -5,6 +5,10 @@
 // map to zeros) and `values(raw, v)`.
 #pragma once
 
+#include <cooperative_groups.h>
+
+#include <bit>
+
 #include "kernels/cuda/column_sums.cuh"
 #include "kernels/cuda/operand_tile.cuh"
 
@@ -25,13 +29,63 @@ __device__ __forceinline__ void add_rows_of_warp(const Patch& v, float (&sums)[k
   }
 }
 
-// partials [tiles of rows, cols]; null: no column sums.
+// Where the column sums go: straight into the gradient, when one cluster has all rows, or into partials. Both null: no
+// column sums.
+struct ColumnTarget {
+  float* gradient;  // [cols]
+  float* partials;  // [tiles of rows, cols]
+  __device__ bool wanted() const { return gradient != nullptr || partials != nullptr; }
+};
+inline constexpr int kMaxRowTiles = 8;  // of a cluster
+
+// The column sums of a block's tile, and in a cluster's first block those of every block.
+struct TileSums {
+  float of_warps[kTileWarps][kTile];
+  float of_blocks[kMaxRowTiles][kTile];
+
+  __device__ void put(const Patch& v) {
+    float sums[kLaneElements];
+    add_rows_of_warp(v, sums);
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread % kWarp >= kTileGroups) return;
+#pragma unroll
+    for (int k = 0; k < kLaneElements; ++k) {
+      of_warps[thread / kWarp][thread % kTileGroups * kLaneElements + k] = sums[k];
+    }
+  }
+  // After the block's patches are put and the cluster's first block runs; thread t < kTile has column t.
+  __device__ void leave(const ColumnTarget& to, int first_col, int cols) {
+    const auto cluster = cooperative_groups::this_cluster();
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread >= kTile) return;
+    float sum = 0.0f;
+    for (int w = 0; w < kTileWarps; ++w) sum += of_warps[w][thread];
+    if (to.gradient != nullptr) {
+      *cluster.map_shared_rank(&of_blocks[cluster.block_rank()][thread], 0) = sum;
+    } else if (first_col + thread < cols) {
+      to.partials[blockIdx.y * static_cast<std::int64_t>(cols) + first_col + thread] = sum;
+    }
+  }
+  // After every block of the cluster has left its sums.
+  __device__ void add(float* gradient, int first_col, int cols) const {
+    const auto cluster = cooperative_groups::this_cluster();
+    const int thread = static_cast<int>(threadIdx.x);
+    if (cluster.block_rank() != 0 || thread >= kTile || first_col + thread >= cols) return;
+    float sum = 0.0f;
+    for (unsigned b = 0; b < cluster.num_blocks(); ++b) sum += of_blocks[b][thread];
+    gradient[first_col + thread] += sum;
+  }
+};
+
 template <class Source, bool kVector>
 __global__ void __launch_bounds__(kPatchesOfTile)
-    write_tile(const Source source, const OperandTarget out, float* partials) {
+    write_tile(const Source source, const OperandTarget out, const ColumnTarget columns) {
   __shared__ TransposeTile<kTile, kTile> transposed;
-  __shared__ float warp_sums[kTileWarps][kTile];
+  __shared__ TileSums sums;
   __shared__ std::uint32_t warp_amaxes[kTileWarps];
+  const auto cluster = cooperative_groups::this_cluster();
+  const bool clustered = columns.gradient != nullptr;
+  if (clustered) cluster.barrier_arrive();
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp;
   const int first_row = static_cast<int>(blockIdx.y) * kTile, first_col = static_cast<int>(blockIdx.x) * kTile;
   const int group = thread % kTileGroups, quad = thread / kTileGroups;
@@ -47,9 +101,9 @@ __global__ void __launch_bounds__(kPatchesOfTile)
   for (int i = 0; i < kPatchRows; ++i) source.values(raw[i], v[i]);
 
   if (fp8) {
-    std::uint32_t columns[kLaneElements];
-    write_codes<kVector>(out, row, col, v, scale, columns);
-    if (out.columnwise != nullptr) transposed.put(group * kLaneElements, quad, columns);
+    std::uint32_t words[kLaneElements];
+    write_codes<kVector>(out, row, col, v, scale, words);
+    if (out.columnwise != nullptr) transposed.put(group * kLaneElements, quad, words);
     if (out.amax != nullptr) {
       const std::uint32_t m = warp_amax(amax_of(v, 0.0f));
       if (thread % kWarp == 0) warp_amaxes[warp] = m;
@@ -58,22 +112,16 @@ __global__ void __launch_bounds__(kPatchesOfTile)
   } else if (out.rowwise != nullptr) {
     write_wide<kVector>(out, row, col, v);
   }
-  if (partials != nullptr) {
-    float sums[kLaneElements];
-    add_rows_of_warp(v, sums);
-    if (thread % kWarp < kTileGroups) {
-#pragma unroll
-      for (int k = 0; k < kLaneElements; ++k) warp_sums[warp][group * kLaneElements + k] = sums[k];
-    }
-  }
+  if (columns.wanted()) sums.put(v);
   __syncthreads();
+  if (clustered) cluster.barrier_wait();
+  if (columns.wanted()) sums.leave(columns, first_col, out.cols);
+  if (clustered) cluster.barrier_arrive();
   if (out.columnwise != nullptr) transposed.template write<kVector>(out, first_row, first_col, thread, kPatchesOfTile);
   if (out.amax != nullptr && thread == 0) raise_amax(out.amax, warp_amaxes, kTileWarps);
-  if (partials != nullptr && thread < kTile && first_col + thread < out.cols) {
-    float sum = warp_sums[0][thread];
-    for (int w = 1; w < kTileWarps; ++w) sum += warp_sums[w][thread];
-    partials[blockIdx.y * static_cast<std::int64_t>(out.cols) + first_col + thread] = sum;
-  }
+  if (!clustered) return;
+  cluster.barrier_wait();
+  sums.add(columns.gradient, first_col, out.cols);
 }
 
 // Writes the operand; gradient [1, cols] FP32 gains the column sums of the values, empty: none.
@@ -83,11 +131,20 @@ void write_elementwise(const Launch& launch, const Source& source, bool vectors,
   const int row_tiles = tiles(out.rows, kTile);
   QE_EXPECTS(gradient.empty() || (gradient.dtype == DType::kF32 && gradient.shape == (Shape{1, out.cols})),
              "column sums go into one FP32 row");
-  float* partials = gradient.empty() ? nullptr : partials_in(launch, row_tiles, 1, out.cols);
-  const LaunchShape shape{dim3(static_cast<unsigned>(tiles(out.cols, kTile)), static_cast<unsigned>(row_tiles)),
-                          kPatchesOfTile, 1, launch.stream};
-  launch_kernel(shape, vectors ? &write_tile<Source, true> : &write_tile<Source, false>, source, out, partials);
-  if (partials != nullptr) add_partials(launch, {partials, row_tiles, out.cols, {gradient.as<float>(), nullptr}});
+  LaunchShape shape{dim3(static_cast<unsigned>(tiles(out.cols, kTile)), static_cast<unsigned>(row_tiles)),
+                    kPatchesOfTile, 1, launch.stream};
+  ColumnTarget columns{};
+  if (!gradient.empty() && row_tiles <= kMaxRowTiles) {
+    columns.gradient = gradient.as<float>();
+    shape.grid.y = std::bit_ceil(shape.grid.y);  // tiles beyond the rows are zeros
+    shape.cluster = dim3(1, shape.grid.y);
+  } else if (!gradient.empty()) {
+    columns.partials = partials_in(launch, row_tiles, 1, out.cols);
+  }
+  launch_kernel(shape, vectors ? &write_tile<Source, true> : &write_tile<Source, false>, source, out, columns);
+  if (columns.partials != nullptr) {
+    add_partials(launch, {columns.partials, row_tiles, out.cols, {gradient.as<float>(), nullptr}});
+  }
 }
 
 }  // namespace qe::cuda

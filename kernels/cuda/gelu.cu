@@ -1,10 +1,10 @@
 // GELU (tanh form), forward and backward, with the fused quantize tail and the bias gradient.
 //
 // (1 + tanh z)/2 is the logistic function s of 2z, so with z = sqrt(2/pi) · (u + 0.044715 u³)
-//   gelu(u)  = u · s                         s = 1 / (1 + e^(−2z))
+//   gelu(u)  = u · s                             s = 1 / (1 + e^(−2z))
 //   gelu'(u) = s + u · s · (1 − s) · 2 dz/du     1 − s = s · e^(−2z)
-// without the cancellation of 1 + tanh. Errors: expf 2 units of the last place, rounded reciprocal 1/2, each product
-// 1/2, and 2|z| units of the exponent's argument where e^(−2z) is not small: below 2^-22 |u| in all.
+// without the cancellation of 1 + tanh. Errors: expf 2 units of the last place, the reciprocal 1, each product 1/2, and
+// 2|z| units of the exponent's argument where e^(−2z) is not small: below 2^-22 |u| in all.
 #include "kernels/cuda/elementwise_tile.cuh"
 #include "kernels/cuda/kernels.h"
 
@@ -14,17 +14,31 @@ namespace {
 constexpr float kLinear = 1.59576912f;   // 2 sqrt(2/pi)
 constexpr float kCubic = 0.0713548163f;  // 2 sqrt(2/pi) · 0.044715
 constexpr float kCubicDerivative = 3.0f * kCubic;
-constexpr float kSaturated = 10.0f;  // from here on the derivative is 0 or 1 within 1e-35, and e^|2z| is still finite
+constexpr float kSaturated = 9.875f;  // from here on s and the derivative are 0 or 1 within 1e-34, and e^|2z| < 2^123
+
+// u within the range in which s moves; a NaN stays.
+__device__ __forceinline__ float within_range(float u) { return fabsf(u) > kSaturated ? copysignf(kSaturated, u) : u; }
 
 // e^(−2z)
 __device__ __forceinline__ float exponential(float u) { return expf(-u * __fmaf_rn(kCubic, u * u, kLinear)); }
 
-__device__ __forceinline__ float gelu(float u) { return u * __frcp_rn(1.0f + exponential(u)); }
+// 1 / x for x in [1, 2^125] within a unit of the last place. Without __frcp_rn's branch for extreme arguments, which
+// would take one element after the other.
+__device__ __forceinline__ float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return __fmaf_rn(r, -__fmaf_rn(x, r, -1.0f), r);
+}
+
+__device__ __forceinline__ float gelu(float u) {
+  const float s = reciprocal(1.0f + exponential(within_range(u)));
+  return (u < -kSaturated ? -kSaturated : u) * s;
+}
 
 __device__ __forceinline__ float gelu_derivative(float u) {
-  const float c = fabsf(u) > kSaturated ? copysignf(kSaturated, u) : u;  // a NaN stays
+  const float c = within_range(u);
   const float e = exponential(c);
-  const float s = __frcp_rn(1.0f + e);
+  const float s = reciprocal(1.0f + e);
   const float slope = __fmaf_rn(kCubicDerivative, c * c, kLinear);
   return __fmaf_rn(c * s * (s * e), slope, s);
 }

@@ -21,10 +21,10 @@ void require_arguments(const Tensor& x, const Tensor& mean, const Tensor& rstd, 
 // A block holds kSegments · kGroups segments; blocks of a cluster share the rows.
 template <int kSegments, int kGroups>
 LaunchShape shape_of(const Launch& launch, const Shape& x) {
-  int cluster = 1;
+  unsigned cluster = 1;
   while (cluster * kSegments * kGroups * kSegment < x.cols) cluster *= 2;
-  return {dim3(static_cast<unsigned>(cluster), static_cast<unsigned>(tiles(x.rows, kRowsOfBlock))),
-          kGroups * kGroupThreads, cluster, launch.stream};
+  return {dim3(cluster, static_cast<unsigned>(tiles(x.rows, kRowsOfBlock))), kGroups * kGroupThreads, cluster,
+          launch.stream};
 }
 
 template <class T>

@@ -121,6 +121,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads) normalize_rows(const N
   __shared__ TransposeTile<kSegment, kRowsOfBlock> transposed[kGroups];
   __shared__ std::uint32_t warp_amaxes[kGroups * kQuads];
   const auto cluster = cooperative_groups::this_cluster();
+  cluster.barrier_arrive();  // waited for where another block's shared memory is first written: it must run by then
   const int blocks = static_cast<int>(cluster.num_blocks());
   const Place<kSegments, kGroups> at;
   const int rows = a.out.rows, cols = a.out.cols;
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads) normalize_rows(const N
     }
   }
   sum_lanes(mean);
-  cluster.sync();  // every block of the cluster runs: its shared memory may be written
+  cluster.barrier_wait();
   share_sums(cluster, sums_of_x, at.group, at.quad, at.lane, mean);
   cluster.sync();
   add_parts(sums_of_x, blocks, at.quad, mean);
@@ -249,6 +250,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, kGroups == 1 ? 2 : 1)
   __shared__ RowParts<kGroups> sums_of_grad, sums_of_product;
   __shared__ ColumnParts column_parts[kGroups];
   const auto cluster = cooperative_groups::this_cluster();
+  cluster.barrier_arrive();  // waited for where another block's shared memory is first written: it must run by then
   const int blocks = static_cast<int>(cluster.num_blocks());
   const Place<kSegments, kGroups> at;
   WarpRows<T, kSegments, kHold<T, kSegments, 2>, kVector> x{a.x, at.row, a.rows, a.cols, {}};
@@ -297,7 +299,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, kGroups == 1 ? 2 : 1)
 
   sum_lanes(sum_grad);
   sum_lanes(sum_product);
-  cluster.sync();  // every block of the cluster runs: its shared memory may be written
+  cluster.barrier_wait();
   share_sums(cluster, sums_of_grad, at.group, at.quad, at.lane, sum_grad);
   share_sums(cluster, sums_of_product, at.group, at.quad, at.lane, sum_product);
   cluster.sync();

@@ -7,7 +7,7 @@ namespace qe::cuda {
 namespace {
 
 // Bytes an element, both FP8 layouts wanted: BF16 source 2 read + 2 written, FP32 source 4 + 2.
-// kRound: the value is bf16(x).
+// kRound: the value is bf16(x), of a NaN some NaN: its code is the same.
 template <class T, bool kRound>
 struct MatrixSource {
   MatrixView<const T> x;
@@ -18,12 +18,14 @@ struct MatrixSource {
     return load_eight<kVector>(x.row(row), col, cols, row < rows);
   }
   __device__ void values(const Raw& raw, float (&v)[kLaneElements]) const {
+    to_floats(raw, v);
     if constexpr (kRound) {
-      Eight<T> exact = raw;
-      to_floats(exact, v);
-      to_floats(to_eight(Bf16{}, v), v);
-    } else {
-      to_floats(raw, v);
+#pragma unroll
+      for (int k = 0; k < kLaneElements; k += 2) {
+        const std::uint32_t pair = bf16_pair(v[k], v[k + 1]);
+        v[k] = __uint_as_float(pair << 16);
+        v[k + 1] = __uint_as_float(pair & 0xffff0000u);
+      }
     }
   }
 };

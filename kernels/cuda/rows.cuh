@@ -83,14 +83,25 @@ __device__ __forceinline__ void to_floats(const Eight<float>& e, float (&v)[8]) 
   v[4] = e.high.x, v[5] = e.high.y, v[6] = e.high.z, v[7] = e.high.w;
 }
 
-// Two values as BF16, the first in the low half. The instruction forgets a NaN's sign and payload, to_bf16 keeps them.
+// Two values as BF16, the first in the low half; a NaN loses its sign and payload.
 __device__ __forceinline__ std::uint32_t bf16_pair(float first, float second) {
-  if (first != first || second != second) return to_bf16(first).bits | std::uint32_t{to_bf16(second).bits} << 16;
   const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
   return std::uint32_t{__bfloat16_as_ushort(pair.x)} | std::uint32_t{__bfloat16_as_ushort(pair.y)} << 16;
 }
+// to_bf16's bits: values with a NaN among them take its longer way. One branch, so that all eight convert together.
 __device__ __forceinline__ Eight<Bf16> to_eight(Bf16, const float (&v)[8]) {
-  return {{bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]), bf16_pair(v[4], v[5]), bf16_pair(v[6], v[7])}};
+  bool nan = false;
+#pragma unroll
+  for (int k = 0; k < kLaneElements; ++k) nan |= v[k] != v[k];
+  std::uint32_t words[4];
+  if (!nan) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = bf16_pair(v[2 * i], v[2 * i + 1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = to_bf16(v[2 * i]).bits | std::uint32_t{to_bf16(v[2 * i + 1]).bits} << 16;
+  }
+  return {{words[0], words[1], words[2], words[3]}};
 }
 __device__ __forceinline__ Eight<float> to_eight(float, const float (&v)[8]) {
   return {{v[0], v[1], v[2], v[3]}, {v[4], v[5], v[6], v[7]}};
@@ -139,20 +150,20 @@ inline int tiles(std::int64_t elements, int tile) {
 struct LaunchShape {
   dim3 grid;
   int threads;
-  int cluster = 1;  // blocks of the grid's first dimension that share their shared memory
+  dim3 cluster = 1;  // neighbouring blocks that reach into each other's shared memory
   cudaStream_t stream;
 };
 template <class... Parameters, class... Arguments>
 void launch_kernel(const LaunchShape& shape, void (*kernel)(Parameters...), Arguments&&... arguments) {
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+  cluster.val.clusterDim = {shape.cluster.x, shape.cluster.y, shape.cluster.z};
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.stream = shape.stream;
   config.attrs = &cluster;
-  config.numAttrs = shape.cluster > 1 ? 1 : 0;
+  config.numAttrs = shape.cluster.x * shape.cluster.y * shape.cluster.z > 1 ? 1 : 0;
   QE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
 }
 
