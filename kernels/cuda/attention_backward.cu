@@ -121,6 +121,16 @@ __device__ void tile_weights(const Tiles<kHeadDim>& tiles, int stage, const RowS
   round_to_weights(grads, ds);
 }
 
+// Starts copying lse and delta of kTileRows queries.
+__device__ void load_row_sums(std::uint32_t to, const BackwardArguments& args, std::int64_t token, int head,
+                              int first_query) {
+  const int row = first_query + static_cast<int>(threadIdx.x) % kTileRows;
+  const bool inside = row < args.shape.length;
+  const float* sums =
+      threadIdx.x < kTileRows ? args.lse.data + head * args.lse.pitch : args.delta.data + head * args.delta.pitch;
+  copy_async_4(to + threadIdx.x * sizeof(float), sums + token + (inside ? row : 0), inside);
+}
+
 // grad_k and grad_v of keys [64 block, 64 block + 64).
 template <int kHeadDim>
 __device__ void key_gradients(const BackwardArguments& args, unsigned char* shared, int block, int kv_head,
@@ -128,17 +138,18 @@ __device__ void key_gradients(const BackwardArguments& args, unsigned char* shar
   const AttentionShape& shape = args.shape;
   const Tiles<kHeadDim> tiles{shared};
   const int first_key = block * kTileRows, own_rows = 16 * warp_id();
-  const int blocks_of_head = (shape.length + kTileRows - 1) / kTileRows - block, count = blocks_of_head * shape.group;
-  const auto load_stage = [&](int i) {
-    const int head = kv_head * shape.group + i / blocks_of_head;
-    const int first_query = (block + i % blocks_of_head) * kTileRows;
-    load_tile<kHeadDim, kTileRows>(tiles.b1(i), slice<kHeadDim>(args.q, token, head), first_query, shape.length);
-    load_tile<kHeadDim, kTileRows>(tiles.b2(i), slice<kHeadDim>(args.grad_out, token, head), first_query, shape.length);
-    const int row = static_cast<int>(threadIdx.x) % kTileRows;
-    const bool is_lse = threadIdx.x < kTileRows, inside = first_query + row < shape.length;
-    const float* sums = is_lse ? args.lse.data + head * args.lse.pitch : args.delta.data + head * args.delta.pitch;
-    copy_async_4(tiles.row_sums(i) + threadIdx.x * sizeof(float), sums + token + (inside ? first_query + row : 0),
-                 inside);
+  const int count = ((shape.length + kTileRows - 1) / kTileRows - block) * shape.group;
+  // The tile to be loaded next.
+  int head = kv_head * shape.group, first_query = first_key;
+  const auto load_stage = [&](int stage) {
+    load_tile<kHeadDim, kTileRows>(tiles.b1(stage), slice<kHeadDim>(args.q, token, head), first_query, shape.length);
+    load_tile<kHeadDim, kTileRows>(tiles.b2(stage), slice<kHeadDim>(args.grad_out, token, head), first_query,
+                                   shape.length);
+    load_row_sums(tiles.row_sums(stage), args, token, head, first_query);
+    first_query += kTileRows;
+    if (first_query < shape.length) return;
+    first_query = first_key;
+    ++head;
   };
   load_tile<kHeadDim, kTileRows>(tiles.a1(), slice<kHeadDim>(args.k, token, kv_head), first_key, shape.length);
   load_tile<kHeadDim, kTileRows>(tiles.a2(), slice<kHeadDim>(args.v, token, kv_head), first_key, shape.length);
@@ -147,14 +158,17 @@ __device__ void key_gradients(const BackwardArguments& args, unsigned char* shar
   Sums<1, kHeadDim> grad_k, grad_v;
   clear(grad_k);
   clear(grad_v);
+  int query = first_key;  // of the tile that is computed
   for (int i = 0; i < count; ++i) {
     wait_for_copies();
     __syncthreads();
+    const bool diagonal = query == first_key;
+    query = first_query;
     if (i + 1 < count) load_stage(i + 1);
     Weights<1, kTileRows> p, ds;
     tile_weights(
-        tiles, i, SumsOfColumns{tiles.row_sums_data(i)}, shape.scale_log2, i % blocks_of_head == 0,
-        [](int key, int query) { return key > query; }, p, ds);
+        tiles, i, SumsOfColumns{tiles.row_sums_data(i)}, shape.scale_log2, diagonal,
+        [](int key, int q) { return key > q; }, p, ds);
     add_product<kHeadDim>(p, row_fragments<kHeadDim>(tiles.b2(i), 0), grad_v);
     add_product<kHeadDim>(ds, row_fragments<kHeadDim>(tiles.b1(i), 0), grad_k);
   }
@@ -217,13 +231,13 @@ __global__ void __launch_bounds__(kThreads, 2) attend_backward(const __grid_cons
   }
 }
 
-// delta of one head; head_dim / 8 lanes a token. Grid: x = heads, y = blocks of tokens.
+// delta of one head; head_dim / 8 lanes a token. Grid: x = blocks of tokens, y = heads.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads) row_products(const __grid_constant__ BackwardArguments args) {
   constexpr int kLanes = kHeadDim / 8;
-  const int head = static_cast<int>(blockIdx.x), chunk = static_cast<int>(threadIdx.x) % kLanes;
+  const int head = static_cast<int>(blockIdx.y), chunk = static_cast<int>(threadIdx.x) % kLanes;
   const std::int64_t tokens = std::int64_t{args.shape.sequences} * args.shape.length;
-  const std::int64_t token = (std::int64_t{blockIdx.y} * kThreads + threadIdx.x) / kLanes;
+  const std::int64_t token = (std::int64_t{blockIdx.x} * kThreads + threadIdx.x) / kLanes;
   float sum = 0.0f;
   if (token < tokens) {
     const auto out = slice<kHeadDim>(args.out, token, head), grad = slice<kHeadDim>(args.grad_out, token, head);
@@ -244,8 +258,8 @@ void launch_backward(const Launch& launch, const BackwardArguments& args) {
   const std::int64_t tokens = std::int64_t{shape.sequences} * shape.length;
   constexpr int kTokensOfBlock = kThreads * 8 / kHeadDim;
   launch_tiles(row_products<kHeadDim>,
-               dim3(static_cast<unsigned>(shape.num_heads),
-                    static_cast<unsigned>((tokens + kTokensOfBlock - 1) / kTokensOfBlock)),
+               dim3(static_cast<unsigned>((tokens + kTokensOfBlock - 1) / kTokensOfBlock),
+                    static_cast<unsigned>(shape.num_heads)),
                0, launch.stream, args);
   launch_tiles(attend_backward<kHeadDim>,
                dim3(static_cast<unsigned>((shape.num_kv_heads + shape.num_heads) * shape.sequences),
