@@ -3,6 +3,7 @@
 #include <mutex>
 
 #include "core/random.h"
+#include "kernels/backend.h"
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cpu/thread_transport.h"
 
@@ -36,20 +37,17 @@ Batch synthetic_batch(const Config& config, std::uint32_t step) {
 RunOutcome run_training(const Config& config, const RunOptions& options) {
   const RankPlan plan = make_rank_plan(config);
   const RankConfig rank_config = make_rank_config(config);
-  ThreadWorld world(config.pipeline.pipeline_model_parallel_size, config.parallel.data);
   RunOutcome outcome;
   outcome.counts.resize(static_cast<std::size_t>(config.ranks()));
   outcome.replicas.resize(static_cast<std::size_t>(config.parallel.data));
   std::mutex mutex;
-  run_ranks(world, [&](int rank) {
-    CpuDevice device(options.policy, options.policy_seed + static_cast<std::uint64_t>(rank));
-    CpuOps ops(device);
-    const auto transport = world.connect(rank, device);
+  const auto run_rank = [&](Device& device, Ops& ops, Transport& transport) {
+    const int rank = transport.rank(Group::kWorld);
     TraceProbe trace(device);
-    PipelineRank pipeline(device, ops, *transport, rank_config, plan, options.trace ? &trace : nullptr);
+    PipelineRank pipeline(device, ops, transport, rank_config, plan, options.trace ? &trace : nullptr);
     for (std::uint32_t step = 1; step <= static_cast<std::uint32_t>(options.steps); ++step) {
       const Batch batch = synthetic_batch(config, step);
-      const auto replica = static_cast<std::size_t>(transport->rank(Group::kData));
+      const auto replica = static_cast<std::size_t>(transport.rank(Group::kData));
       const std::size_t share = batch.tokens.size() / static_cast<std::size_t>(config.parallel.data);
       const StepResult result = pipeline.train_step(std::span(batch.tokens).subspan(replica * share, share),
                                                     std::span(batch.targets).subspan(replica * share, share),
@@ -60,12 +58,23 @@ RunOutcome run_training(const Config& config, const RunOptions& options) {
       }
       if (options.after_step) options.after_step(rank, pipeline, step);
     }
-    transport->barrier(Group::kWorld);
+    transport.barrier(Group::kWorld);
     const std::lock_guard lock(mutex);
     outcome.counts[static_cast<std::size_t>(rank)] = pipeline.counts();
-    outcome.replicas[static_cast<std::size_t>(transport->rank(Group::kData))].insert(trace.records().begin(),
-                                                                                     trace.records().end());
-  });
+    outcome.replicas[static_cast<std::size_t>(transport.rank(Group::kData))].insert(trace.records().begin(),
+                                                                                    trace.records().end());
+  };
+  if (config.execution.backend == "cpu") {
+    ThreadWorld world(config.pipeline.pipeline_model_parallel_size, config.parallel.data);
+    run_ranks(world, [&](int rank) {
+      CpuDevice device(options.policy, options.policy_seed + static_cast<std::uint64_t>(rank));
+      CpuOps ops(device);
+      run_rank(device, ops, *world.connect(rank, device));
+    });
+  } else {
+    const Backend backend = make_backend(config.execution.backend);
+    run_rank(*backend.device, *backend.ops, *make_transport(*backend.device, 1, 1, config.runtime.timeout_s, "ipc"));
+  }
   outcome.trace = outcome.replicas.front();
   return outcome;
 }

@@ -1,4 +1,5 @@
-// Trains a few steps on synthetic tokens, one thread a rank, and returns everything that two runs can be compared by.
+// Trains a few steps on synthetic tokens and returns everything that two runs can be compared by. On the CPU one thread
+// a rank; on another backend one rank.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@ namespace qe::testing {
 struct RunOptions {
   int steps = 6;
   bool trace = true;
-  DrainPolicy policy = DrainPolicy::kImmediate;
+  DrainPolicy policy = DrainPolicy::kImmediate;  // of the CPU
   std::uint64_t policy_seed = 0;
   // Called on each rank (world rank) after each step.
   std::function<void(int rank, PipelineRank&, std::uint32_t step)> after_step;
@@ -36,7 +37,7 @@ struct Batch {
 };
 Batch synthetic_batch(const Config&, std::uint32_t step);
 
-// The learning rate follows the config's schedule.
+// The learning rate follows the config's schedule. Throws as make_backend does when execution.backend is not here.
 RunOutcome run_training(const Config&, const RunOptions& = {});
 
 // A config from JSON; `overrides` as on the command line.

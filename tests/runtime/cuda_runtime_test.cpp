@@ -1,0 +1,117 @@
+// One rank on a GPU: mode, backward, placement, slots and schedule do not show in the bytes, as on the CPU.
+// Level "exact in one backend" of the exactness table in ARCHITECTURE.md, and a look across the backends.
+#include <cmath>
+
+#include "core/error.h"
+#include "kernels/backend.h"
+#include "tests/catch.h"
+#include "tests/runtime/training_run.h"
+
+namespace qe::testing {
+namespace {
+
+using Overrides = std::vector<std::string>;
+
+// The attention kernels want heads of 64.
+const Overrides kShape{"model.hidden_size=512", "model.ffn_hidden_size=1024", "model.num_attention_heads=8",
+                       "model.max_position_embeddings=64", "training.seq_length=64"};
+
+Config config_on(const std::string& backend, const Overrides& cell) {
+  Overrides all = kShape;
+  all.insert(all.end(), cell.begin(), cell.end());
+  all.push_back("execution.backend=" + backend);
+  return test_config(all);
+}
+
+// False, with a warning, on a machine or in a build without CUDA.
+bool has_cuda() {
+  try {
+    (void)make_backend("cuda");
+    return true;
+  } catch (const Error& e) {
+    WARN("skipped: " << e.what());
+    return false;
+  }
+}
+
+TraceRecords trace_of(const Overrides& cell) {
+  return run_training(config_on("cuda", cell), {.steps = 6, .after_step = nullptr}).trace;
+}
+
+void require_equal(const TraceRecords& reference, const Overrides& cell) {
+  std::string name, text;
+  for (const std::string& o : cell) name += o + " ";
+  for (const std::string& line : differences(reference, trace_of(cell))) text += "\n  " + line;
+  INFO(name << text);
+  REQUIRE(text.empty());
+}
+
+}  // namespace
+
+TEST_CASE("on a GPU mode, backward, placement and schedule do not show in six steps") {
+  if (!has_cuda()) return;
+  const TraceRecords reference =
+      trace_of({"execution.mode=eager", "pipeline.backward=full", "gradients.placement=copied"});
+  for (const char* mode : {"execution.mode=eager", "execution.mode=graph"}) {
+    for (const char* backward : {"pipeline.backward=split", "pipeline.backward=full"}) {
+      for (const char* placement : {"gradients.placement=copied", "gradients.placement=arena"}) {
+        require_equal(reference, {mode, backward, placement});
+      }
+    }
+  }
+  for (const Overrides& schedule :
+       {Overrides{"pipeline.schedule=interleaved_1f1b", "pipeline.virtual_pipeline_model_parallel_size=2"},
+        Overrides{"pipeline.schedule=zbv"}}) {
+    Overrides cell = schedule;
+    cell.insert(cell.end(), {"execution.mode=graph", "gradients.placement=arena"});
+    require_equal(reference, cell);
+  }
+}
+
+TEST_CASE("on a GPU peak and per-microbatch slots accumulate the same bytes, eager and captured") {
+  if (!has_cuda()) return;
+  const TraceRecords reference = trace_of({"execution.mode=eager", "pipeline.tape_slots=per_microbatch"});
+  require_equal(reference, {"execution.mode=graph", "pipeline.tape_slots=per_microbatch"});
+  require_equal(reference, {"execution.mode=graph", "pipeline.tape_slots=peak"});
+  require_equal(reference, {"execution.mode=graph", "pipeline.tape_slots=peak", "pipeline.schedule=zbv"});
+}
+
+TEST_CASE("on a GPU capture changes no state, and eager and captured runs hold the same memory") {
+  if (!has_cuda()) return;
+  std::vector<std::uint64_t> digests;
+  std::vector<std::array<std::size_t, kMemoryKinds>> memory;
+  for (const char* mode : {"execution.mode=eager", "execution.mode=graph"}) {
+    const Config config = config_on("cuda", {mode});
+    const Backend backend = make_backend("cuda");
+    const auto transport = make_transport(*backend.device, 1, 1, 60, "ipc");
+    PipelineRank rank(*backend.device, *backend.ops, *transport, make_rank_config(config), make_rank_plan(config),
+                      nullptr);
+    digests.push_back(rank.state_digest());
+    const Batch batch = synthetic_batch(config, 1);
+    rank.train_step(batch.tokens, batch.targets, 1e-3, 1);
+    memory.push_back(backend.device->memory_by_kind());
+    rank.train_step(batch.tokens, batch.targets, 1e-3, 2);
+    CHECK(backend.device->memory_by_kind() == memory.back());
+  }
+  CHECK(digests[0] == digests[1]);
+  CHECK(memory[0] == memory[1]);
+}
+
+TEST_CASE("the losses of a GPU follow the CPU's") {
+  if (!has_cuda()) return;
+  for (const char* precision : {"precision.compute=fp8", "precision.compute=bf16"}) {
+    INFO(precision);
+    const RunOptions options{.steps = 3, .trace = false, .after_step = nullptr};
+    const RunOutcome cpu = run_training(config_on("cpu", {precision}), options);
+    const RunOutcome cuda = run_training(config_on("cuda", {precision, "execution.mode=graph"}), options);
+    REQUIRE(cuda.losses.size() == cpu.losses.size());
+    for (std::size_t i = 0; i < cpu.losses.size(); ++i) {
+      INFO("step " << i + 1 << ": " << cuda.losses[i] << " against " << cpu.losses[i]);
+      CHECK(std::fabs(cuda.losses[i] - cpu.losses[i]) < 5e-3 * cpu.losses[i]);
+    }
+    const auto norm = [](const RunOutcome& run) { return double{run.scalars.front().norm}; };
+    CHECK(std::fabs(norm(cuda) - norm(cpu)) < 5e-2 * norm(cpu));
+  }
+}
+
+}  // namespace qe::testing
