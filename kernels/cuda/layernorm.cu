@@ -1,82 +1,52 @@
 // LayerNorm: forward with the fused quantize tail, backward with the residual added. Host checks and launches; the
 // kernels are layernorm_kernels.cuh's.
+#include <algorithm>
+#include <bit>
+
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/layernorm_kernels.cuh"
 
 namespace qe::cuda {
 namespace {
 
-constexpr int kMaxColumns = kMaxCluster * 2 * 4 * kSegment;
-
 void require_arguments(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& gamma) {
   const Shape per_row{1, x.shape.rows}, per_column{1, x.shape.cols};
   QE_EXPECTS(is_wide(x.dtype), "layernorm takes an FP32 or BF16 matrix");
-  QE_EXPECTS(x.shape.cols <= kMaxColumns, "a layernorm row has at most 16384 columns");
   QE_EXPECTS(mean.dtype == DType::kF32 && rstd.dtype == DType::kF32 && mean.shape == per_row && rstd.shape == per_row,
              "mean and rstd are FP32, one value a row");
   QE_EXPECTS(gamma.dtype == DType::kF32 && gamma.shape == per_column, "gamma is FP32, one value a column");
   require_grid(x.shape);
 }
 
-// A block holds kSegments · kGroups segments; blocks of a cluster share the rows.
-template <int kSegments, int kGroups>
-LaunchShape shape_of(const Launch& launch, const Shape& x) {
-  unsigned cluster = 1;
-  while (cluster * kSegments * kGroups * kSegment < x.cols) cluster *= 2;
-  return {dim3(cluster, static_cast<unsigned>(tiles(x.rows, kRowsOfBlock))), kGroups * kGroupThreads, cluster,
-          launch.stream};
-}
-
-template <class T>
-void forward(const Launch& launch, const NormForward<T>& a, const Shape& x, bool vectors) {
-  const std::int64_t segments = tiles(x.cols, kSegment);
-  if (!vectors) {
-    launch_kernel(shape_of<4, 2>(launch, x), &normalize_rows<T, 4, 2, false>, a);
-  } else if (segments <= kMaxCluster) {
-    launch_kernel(shape_of<1, 1>(launch, x), &normalize_rows<T, 1, 1, true>, a);
-  } else if (segments <= 2 * kMaxCluster) {
-    launch_kernel(shape_of<2, 1>(launch, x), &normalize_rows<T, 2, 1, true>, a);
-  } else if (segments <= 4 * kMaxCluster) {
-    launch_kernel(shape_of<2, 2>(launch, x), &normalize_rows<T, 2, 2, true>, a);
-  } else {
-    launch_kernel(shape_of<4, 2>(launch, x), &normalize_rows<T, 4, 2, true>, a);
-  }
+// A row's segments are dealt to the blocks of a cluster, as few as the cluster's size allows to each.
+struct NormShape {
+  int segments;  // of a block
+  LaunchShape launch;
+};
+NormShape shape_of(const Launch& launch, const Shape& x) {
+  const int segments = tiles(x.cols, kSegment);
+  const unsigned cluster = std::min<unsigned>(kMaxCluster, std::bit_ceil(static_cast<unsigned>(segments)));
+  const dim3 grid(cluster, static_cast<unsigned>(tiles(x.rows, kRowsOfBlock)));
+  return {tiles(segments, static_cast<int>(cluster)), {grid, kNormThreads, cluster, launch.stream}};
 }
 
 template <class T>
 void forward(const Launch& launch, const LayerNormArgs& a) {
-  const NormForward<T> kernel{view_of<const T>(a.x),
-                              a.gamma.as<float>(),
-                              a.beta.as<float>(),
-                              a.epsilon,
-                              a.mean.as<float>(),
-                              a.rstd.as<float>(),
-                              target_of(a.out, a.quantizer, a.x.shape)};
+  const NormShape shape = shape_of(launch, a.x.shape);
+  const NormForward<T> kernel{
+      view_of<const T>(a.x), a.gamma.as<float>(), a.beta.as<float>(), a.epsilon,
+      a.mean.as<float>(),    a.rstd.as<float>(),  shape.segments,     target_of(a.out, a.quantizer, a.x.shape)};
   const bool vectors =
       allows_vectors(a.x) && allows_vectors(a.gamma) && allows_vectors(a.beta) && allows_vectors(a.out);
-  forward(launch, kernel, a.x.shape, vectors);
-}
-
-template <class T>
-void backward(const Launch& launch, const NormBackward<T>& a, const Shape& x, bool vectors) {
-  const std::int64_t segments = tiles(x.cols, kSegment);
-  if (!vectors) {
-    launch_kernel(shape_of<4, 2>(launch, x), &differentiate_rows<T, 4, 2, false>, a);
-  } else if (segments <= kMaxCluster) {
-    launch_kernel(shape_of<1, 1>(launch, x), &differentiate_rows<T, 1, 1, true>, a);
-  } else if (segments <= 2 * kMaxCluster) {
-    launch_kernel(shape_of<2, 1>(launch, x), &differentiate_rows<T, 2, 1, true>, a);
-  } else if (segments <= 4 * kMaxCluster) {
-    launch_kernel(shape_of<2, 2>(launch, x), &differentiate_rows<T, 2, 2, true>, a);
-  } else {
-    launch_kernel(shape_of<4, 2>(launch, x), &differentiate_rows<T, 4, 2, true>, a);
-  }
+  launch_kernel(shape.launch, vectors ? &normalize_rows<T, true> : &normalize_rows<T, false>, kernel);
 }
 
 template <class T>
 void backward(const Launch& launch, const LayerNormBackwardArgs& a) {
-  const std::int64_t row_blocks = tiles(a.x.shape.rows, kRowsOfBlock);
-  float* partials = partials_in(launch, row_blocks, 2, a.x.shape.cols);
+  const NormShape shape = shape_of(launch, a.x.shape);
+  const int rows = static_cast<int>(a.x.shape.rows), cols = static_cast<int>(a.x.shape.cols);
+  const int row_blocks = tiles(rows, kRowsOfBlock);
+  float* partials = partials_in(launch, row_blocks, 2, cols);
   const NormBackward<T> kernel{view_of<const T>(a.grad_out),
                                view_of<const T>(a.x),
                                view_of<const T>(a.residual),
@@ -85,15 +55,13 @@ void backward(const Launch& launch, const LayerNormBackwardArgs& a) {
                                a.rstd.as<float>(),
                                a.gamma.as<float>(),
                                partials,
-                               static_cast<int>(a.x.shape.rows),
-                               static_cast<int>(a.x.shape.cols)};
+                               rows,
+                               cols,
+                               shape.segments};
   const bool vectors = allows_vectors(a.grad_out) && allows_vectors(a.x) && allows_vectors(a.residual) &&
                        allows_vectors(a.grad_x) && allows_vectors(a.gamma);
-  backward(launch, kernel, a.x.shape, vectors);
-  add_partials(launch, {partials,
-                        static_cast<int>(row_blocks),
-                        static_cast<int>(a.x.shape.cols),
-                        {a.grad_gamma.as<float>(), a.grad_beta.as<float>()}});
+  launch_kernel(shape.launch, vectors ? &differentiate_rows<T, true> : &differentiate_rows<T, false>, kernel);
+  add_partials(launch, {partials, row_blocks, cols, {a.grad_gamma.as<float>(), a.grad_beta.as<float>()}});
 }
 
 }  // namespace

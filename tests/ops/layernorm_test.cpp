@@ -149,7 +149,7 @@ TEST_CASE("layernorm takes rows of every width up to 16384 columns") {
 }
 TEST_CASE("layernorm holds at the shapes of a step", "[slow]") {
   on_every_backend([](DeviceArrays& d) {
-    for (const Shape shape : {Shape{256, 4096}, Shape{2048, 8192}, Shape{1000, 2048}}) {
+    for (const Shape shape : {Shape{256, 4096}, Shape{520, 8192}, Shape{1000, 2048}}) {
       require_forward(d, {DType::kBF16, DType::kE4M3, shape.rows, shape.cols, 0}, 0.0f);
       require_backward(d, {DType::kBF16, DType::kBF16, shape.rows, shape.cols, 0}, true, true);
     }
