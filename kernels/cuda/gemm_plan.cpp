@@ -3,8 +3,10 @@
 #include <xxhash.h>
 
 #include <cstdio>
+#include <utility>
 
 #include "core/error.h"
+#include "kernels/cuda/block_scales.h"
 #include "kernels/cuda/check.h"
 
 namespace qe::cuda {
@@ -66,6 +68,35 @@ void set_pointers(const DescHandle& desc, const GemmKey& key, const void* a_scal
   if (key.has_bias) set(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
 }
 
+// With several scales one operand has them by row and the other by square, where its rows are whole squares: measured
+// faster than both by row, and for FP32 results the other way round than for BF16 ones.
+ScaleForm scale_form(std::int64_t rows, bool square) {
+  return square && rows % kScaleBlock == 0 ? ScaleForm::kSquare : ScaleForm::kVector;
+}
+ScaleForm a_form(const GemmKey& key) { return scale_form(key.m, key.d == DType::kBF16); }
+ScaleForm b_form(const GemmKey& key) { return scale_form(key.n, key.d != DType::kBF16); }
+
+std::int32_t scale_mode(ScaleForm form) {
+  return form == ScaleForm::kVector ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
+                                    : CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+}
+
+// Fills both operands' arrays in the scratch.
+std::pair<const float*, const float*> expand_scales(const Launch& launch, const GemmKey& key, const GemmArgs& args) {
+  if (key.k % (key.scale_blocks * kScaleBlock) != 0) {
+    throw DeviceError("gradients.w_group above 1 on CUDA needs microbatches of whole " + std::to_string(kScaleBlock) +
+                      " tokens, but " + std::to_string(key.scale_blocks) + " of them have " + std::to_string(key.k) +
+                      "; set gradients.w_group to 1 or change training.seq_length.");
+  }
+  const BlockScales a(a_form(key), args.a_scale_inv, key.m, key.k, launch.scratch.as<float>());
+  const std::int64_t room = (a.elements() + 63) / 64 * 64;  // B's array begins on 256 bytes
+  const BlockScales b(b_form(key), args.b_scale_inv, key.n, key.k, launch.scratch.as<float>() + room);
+  QE_EXPECTS(static_cast<std::size_t>(room + b.elements()) * sizeof(float) <= launch.scratch.bytes,
+             "the scales fit into the scratch");
+  fill_block_scales(launch, a, b);
+  return {a.to, b.to};
+}
+
 bool aligned(const Tensor& t) { return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0; }
 
 void check(const GemmArgs& args, const GemmKey& key) {
@@ -77,6 +108,7 @@ void check(const GemmArgs& args, const GemmKey& key) {
   QE_EXPECTS(args.a_scale_inv.empty() == !is_fp8(args.a.dtype), "exactly the FP8 operands have a scale_inv");
   QE_EXPECTS(args.b_scale_inv.empty() == !is_fp8(args.b.dtype), "exactly the FP8 operands have a scale_inv");
   QE_EXPECTS(args.a_scale_inv.shape.rows == args.b_scale_inv.shape.rows, "both operands have as many scales");
+  QE_EXPECTS(key.scale_blocks == 1 || !key.fast_accumulation, "fast accumulation has one scale an operand");
   QE_EXPECTS(args.bias.empty() || args.bias.shape == (Shape{1, key.n}), "the bias is [1, n]");
   QE_EXPECTS(args.residual.empty() || (args.residual.shape == args.d.shape && args.residual.dtype == args.d.dtype),
              "the residual has D's shape and type");
@@ -152,6 +184,10 @@ GemmPlans::Plan::Plan(const GemmKey& key) {
   set(desc, CUBLASLT_MATMUL_DESC_TRANSA, key.b_transposed ? CUBLAS_OP_N : CUBLAS_OP_T);
   set(desc, CUBLASLT_MATMUL_DESC_TRANSB, key.a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<std::int8_t>(key.fast_accumulation));
+  if (key.scale_blocks > 1) {
+    set(desc, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(b_form(key)));
+    set(desc, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scale_mode(a_form(key)));
+  }
   if (key.has_bias) {
     set(desc, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
     set(desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(key.bias));
@@ -200,12 +236,10 @@ GemmPlans::Plan& GemmPlans::plan_for(const GemmKey& key, const Scratch& workspac
 void GemmPlans::run(const Launch& launch, const Scratch& workspace, const GemmArgs& args) {
   const GemmKey key(args);
   check(args, key);
-  if (key.scale_blocks > 1) {
-    throw DeviceError("a GEMM on CUDA has one scale an operand, but " + to_string(key) +
-                      " was asked for; set gradients.w_group to 1.");
-  }
   const Plan& plan = plan_for(key, workspace);
-  set_pointers(plan.desc, key, args.a_scale_inv.data, args.b_scale_inv.data, args.bias.data);
+  std::pair<const float*, const float*> scales{args.a_scale_inv.as<float>(), args.b_scale_inv.as<float>()};
+  if (key.scale_blocks > 1) scales = expand_scales(launch, key, args);
+  set_pointers(plan.desc, key, scales.first, scales.second, args.bias.data);
   const float alpha = 1.0f;
   const float beta = args.accumulate || !args.residual.empty() ? 1.0f : 0.0f;
   const void* added = args.residual.empty() ? args.d.data : args.residual.data;
