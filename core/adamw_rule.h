@@ -34,13 +34,22 @@ struct AdamWElement {
   float weight, moment1, moment2;
 };
 
-QE_HD inline AdamWElement adamw_element(AdamWElement e, float gradient, const AdamWFactors& f) noexcept {
+// The new moments, and the weight decayed but not yet moved.
+QE_HD inline AdamWElement adamw_moments(AdamWElement e, float gradient, const AdamWFactors& f) noexcept {
   const float g = gradient * f.clip;
   e.moment1 = std::fma(f.beta1, e.moment1, f.one_minus_beta1 * g);
   e.moment2 = std::fma(f.beta2, e.moment2, (f.one_minus_beta2 * g) * g);
   e.weight = std::fma(-f.decay_step, e.weight, e.weight);
-  const float root = std::sqrt(e.moment2 / f.bias_correction2) + f.epsilon;
-  e.weight = std::fma(-f.learning_rate, (e.moment1 / f.bias_correction1) / root, e.weight);
+  return e;
+}
+// (m / b₁) / (√(v / b₂) + ε)
+QE_HD inline float adamw_direction(float moment1, float moment2, const AdamWFactors& f) noexcept {
+  const float root = std::sqrt(moment2 / f.bias_correction2) + f.epsilon;
+  return (moment1 / f.bias_correction1) / root;
+}
+QE_HD inline AdamWElement adamw_element(AdamWElement e, float gradient, const AdamWFactors& f) noexcept {
+  e = adamw_moments(e, gradient, f);
+  e.weight = std::fma(-f.learning_rate, adamw_direction(e.moment1, e.moment2, f), e.weight);
   return e;
 }
 
