@@ -1,10 +1,11 @@
-// AdamW of every parameter in one launch. Owns no arithmetic of the update itself: that is core/adamw_rule.h, shared
-// with the other backends.
+// AdamW of every parameter in one launch. Owns no rule: that is core/adamw_rule.h, shared with the other backends. The
+// quotient that moves a weight has a second form here, with the same bits, for the numbers that training meets.
 //
 // Bound by memory: an element's bytes read and written are 28 with FP32 moments and gradient, 20 with BF16 moments, 2
 // less where the gradient is BF16, as many more as the gradient has where it is cleared.
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "core/adamw_rule.h"
@@ -37,6 +38,13 @@ struct UpdateStep {
   std::uint64_t seed;
 };
 
+// Factors of a step and what the quick form of the quotient needs of them.
+struct TileFactors {
+  AdamWFactors rule;
+  float inverse1, inverse2;  // of the bias corrections
+  bool quick;                // the factors allow the quick form
+};
+
 __device__ __forceinline__ AdamWFactors factors_of(const UpdateStep& step, bool decay) {
   const OptimizerScalars& s = *step.scalars;
   return {.clip = s.clip,
@@ -49,6 +57,40 @@ __device__ __forceinline__ AdamWFactors factors_of(const UpdateStep& step, bool 
           .learning_rate = s.learning_rate,
           .decay_step = decay ? s.learning_rate * step.weight_decay : 0.0f,
           .epsilon = step.epsilon};
+}
+
+// The quick form does what the compiler's division and square root do, less their care for numbers near the ends of the
+// exponent range and with a divisor's inverse computed once. With 2^-90 <= |m| <= 2^20 and 2^-100 <= v <= 2^20 and the
+// factors as tile_factors_of wants them, every quotient lies within 2^-111 and 2^90 and every remainder is exact.
+__device__ __forceinline__ bool within(float value, float low, float high) {
+  const std::uint32_t magnitude = __float_as_uint(value) & 0x7fffffffu;
+  return magnitude - __float_as_uint(low) <= __float_as_uint(high) - __float_as_uint(low);
+}
+__device__ __forceinline__ float inverse_of(float b) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
+  return fmaf(y, fmaf(-b, y, 1.0f), y);
+}
+__device__ __forceinline__ float divide_quickly(float a, float b, float inverse) {
+  const float q = a * inverse;
+  return fmaf(inverse, fmaf(-b, q, a), q);
+}
+__device__ __forceinline__ float root_quickly(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  const float root = x * y;
+  return fmaf(fmaf(-root, root, x), 0.5f * y, root);
+}
+__device__ __forceinline__ float direction_quickly(float moment1, float moment2, const TileFactors& f) {
+  const float root = root_quickly(divide_quickly(moment2, f.rule.bias_correction2, f.inverse2)) + f.rule.epsilon;
+  return divide_quickly(divide_quickly(moment1, f.rule.bias_correction1, f.inverse1), root, inverse_of(root));
+}
+
+__device__ __forceinline__ TileFactors tile_factors_of(const UpdateStep& step, bool decay) {
+  const AdamWFactors f = factors_of(step, decay);
+  const bool quick = f.bias_correction1 >= 0x1p-20f && f.bias_correction1 <= 1.0f && f.bias_correction2 >= 0x1p-20f &&
+                     f.bias_correction2 <= 1.0f && f.epsilon >= 0.0f && f.epsilon <= 0x1p10f;
+  return {f, inverse_of(f.bias_correction1), inverse_of(f.bias_correction2), quick};
 }
 
 // The random words of elements first … first + 3. kVector: they are one group.
@@ -95,64 +137,74 @@ __device__ __forceinline__ void store_zeros(Bf16* to, int inside) {
 template <bool kVector, class Gradient>
 __device__ __forceinline__ void clear_gradient(const UpdateTile& tile, const UpdateItem& item) {
   for (int k = 0; k < UpdateTile::kQuads; ++k) {
-    const UpdateTile::Quad q = tile.quad(k);
-    store_zeros<kVector>(static_cast<Gradient*>(item.gradient) + q.row * item.gradient_pitch + q.col, q.inside);
+    store_zeros<kVector>(tile.at(static_cast<Gradient*>(item.gradient), item.gradient_pitch, k), tile.inside(k));
   }
 }
 
 // Four elements of a parameter in registers.
-template <bool kVector, class Gradient, class Moment>
 struct QuadUpdate {
-  UpdateTile::Quad at;
   float weight[kQuad], gradient[kQuad], moment1[kQuad], moment2[kQuad];
 
-  __device__ __forceinline__ void load(const UpdateItem& item, const UpdateTile::Quad& q) {
-    at = q;
-    load_quad<kVector>(item.master + q.row * item.master_pitch + q.col, q.inside, weight);
-    load_quad<kVector>(static_cast<const Gradient*>(item.gradient) + q.row * item.gradient_pitch + q.col, q.inside,
-                       gradient);
-    load_quad<kVector>(static_cast<const Moment*>(item.moment1) + q.row * item.moment1_pitch + q.col, q.inside,
-                       moment1);
-    load_quad<kVector>(static_cast<const Moment*>(item.moment2) + q.row * item.moment2_pitch + q.col, q.inside,
-                       moment2);
-  }
-  __device__ __forceinline__ void update(const AdamWFactors& factors) {
+  __device__ __forceinline__ void update(const TileFactors& f) {
+    bool quick = f.quick;
 #pragma unroll
     for (int e = 0; e < kQuad; ++e) {
-      const AdamWElement next = adamw_element({weight[e], moment1[e], moment2[e]}, gradient[e], factors);
+      const AdamWElement next = adamw_moments({weight[e], moment1[e], moment2[e]}, gradient[e], f.rule);
       weight[e] = next.weight;
       moment1[e] = next.moment1;
       moment2[e] = next.moment2;
+      quick = quick && within(next.moment1, 0x1p-90f, 0x1p20f) && within(next.moment2, 0x1p-100f, 0x1p20f);
     }
-  }
-  __device__ __forceinline__ void store(const UpdateItem& item, std::uint64_t seed, std::uint32_t step) const {
-    RandomWords words{};
-    if constexpr (sizeof(Moment) == 2) {
-      const std::int64_t first = std::int64_t{at.row} * item.grid.cols + at.col;
-      words = rounding_words<kVector>(seed, step, static_cast<std::uint32_t>(item.parameter),
-                                      static_cast<std::uint64_t>(first));
+    float direction[kQuad];
+    if (quick) {
+#pragma unroll
+      for (int e = 0; e < kQuad; ++e) direction[e] = direction_quickly(moment1[e], moment2[e], f);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kQuad; ++e) direction[e] = adamw_direction(moment1[e], moment2[e], f.rule);
     }
-    store_quad<kVector>(item.master + at.row * item.master_pitch + at.col, at.inside, weight);
-    store_moments<kVector>(static_cast<Moment*>(item.moment1) + at.row * item.moment1_pitch + at.col, at.inside,
-                           moment1, words, 0);
-    store_moments<kVector>(static_cast<Moment*>(item.moment2) + at.row * item.moment2_pitch + at.col, at.inside,
-                           moment2, words, 16);
-    if (item.zero_gradient != 0) {
-      store_zeros<kVector>(static_cast<Gradient*>(item.gradient) + at.row * item.gradient_pitch + at.col, at.inside);
-    }
+#pragma unroll
+    for (int e = 0; e < kQuad; ++e) weight[e] = fmaf(-f.rule.learning_rate, direction[e], weight[e]);
   }
 };
 
 template <bool kVector, class Gradient, class Moment>
 __device__ __forceinline__ void update_tile(const UpdateTile& tile, const UpdateItem& item, const UpdateStep& step) {
-  const AdamWFactors factors = factors_of(step, item.decay != 0);
+  const TileFactors factors = tile_factors_of(step, item.decay != 0);
   const std::uint32_t count = step.scalars->step;
+  const auto parameter = static_cast<std::uint32_t>(item.parameter);
+  const bool zero_gradient = item.zero_gradient != 0;
+  float* master = tile.at(item.master, item.master_pitch);
+  auto* gradient = tile.at(static_cast<Gradient*>(item.gradient), item.gradient_pitch);
+  auto* moment1 = tile.at(static_cast<Moment*>(item.moment1), item.moment1_pitch);
+  auto* moment2 = tile.at(static_cast<Moment*>(item.moment2), item.moment2_pitch);
+  // From quad to quad; update_item sees that they fit 32 bits.
+  const auto master_step = static_cast<int>(tile.stride * item.master_pitch);
+  const auto gradient_step = static_cast<int>(tile.stride * item.gradient_pitch);
+  const auto step1 = static_cast<int>(tile.stride * item.moment1_pitch);
+  const auto step2 = static_cast<int>(tile.stride * item.moment2_pitch);
+  auto element = static_cast<std::uint64_t>(std::int64_t{tile.row} * item.grid.cols + tile.col);
+  const auto element_step = static_cast<std::uint32_t>(tile.stride * item.grid.cols);
 #pragma unroll 1
   for (int k = 0; k < UpdateTile::kQuads; ++k) {
-    QuadUpdate<kVector, Gradient, Moment> quad;
-    quad.load(item, tile.quad(k));
+    const int inside = tile.inside(k);
+    QuadUpdate quad;
+    load_quad<kVector>(master, inside, quad.weight);
+    load_quad<kVector>(gradient, inside, quad.gradient);
+    load_quad<kVector>(moment1, inside, quad.moment1);
+    load_quad<kVector>(moment2, inside, quad.moment2);
     quad.update(factors);
-    quad.store(item, step.seed, count);
+    RandomWords words{};
+    if constexpr (sizeof(Moment) == 2) words = rounding_words<kVector>(step.seed, count, parameter, element);
+    store_quad<kVector>(master, inside, quad.weight);
+    store_moments<kVector>(moment1, inside, quad.moment1, words, 0);
+    store_moments<kVector>(moment2, inside, quad.moment2, words, 16);
+    if (zero_gradient) store_zeros<kVector>(gradient, inside);
+    master += master_step;
+    gradient += gradient_step;
+    moment1 += step1;
+    moment2 += step2;
+    element += element_step;
   }
 }
 
@@ -188,7 +240,12 @@ void require_update_types(const AdamWItem& item) {
 }
 
 UpdateItem update_item(const AdamWItem& item) {
-  return {.grid = tile_grid(item.master.shape),
+  const TileGrid grid = tile_grid(item.master.shape);
+  for (const Tensor& t : {item.master, item.gradient, item.moment1, item.moment2}) {
+    QE_EXPECTS((kThreads >> grid.quads_log2) * t.row_pitch <= std::numeric_limits<std::int32_t>::max(),
+               "the rows of a parameter lie close enough to step through them in 32 bits");
+  }
+  return {.grid = grid,
           .master = item.master.as<float>(),
           .gradient = item.gradient.data,
           .moment1 = item.moment1.data,

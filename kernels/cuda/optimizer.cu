@@ -46,8 +46,7 @@ __device__ __forceinline__ void load_gradients(const GradientTile& tile, const T
                                                ThreadGradients& g) {
 #pragma unroll
   for (int k = 0; k < GradientTile::kQuads; ++k) {
-    const GradientTile::Quad q = tile.quad(k);
-    load_quad<kVector>(data + q.row * pitch + q.col, q.inside, g[k]);
+    load_quad<kVector>(tile.at(data, pitch, k), tile.inside(k), g[k]);
   }
 }
 
@@ -67,8 +66,7 @@ __device__ __forceinline__ void sum_views(const GradientTile& tile, const NormIt
   }
 #pragma unroll
   for (int k = 0; k < GradientTile::kQuads; ++k) {
-    const GradientTile::Quad q = tile.quad(k);
-    store_quad<kVector>(static_cast<float*>(item.gradient) + q.row * item.pitch + q.col, q.inside, g[k]);
+    store_quad<kVector>(tile.at(static_cast<float*>(item.gradient), item.pitch, k), tile.inside(k), g[k]);
   }
 }
 

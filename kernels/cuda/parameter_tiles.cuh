@@ -22,9 +22,10 @@
 namespace qe::cuda {
 
 inline constexpr int kQuad = 4;             // elements of one access: 16 bytes of FP32, 8 of BF16
-inline constexpr int kTileElements = 8192;  // of a tile inside the matrix
+inline constexpr int kTileElements = 8192;  // of a tile, where the parameter is at least as high and wide
+inline constexpr int kMaxTileWidth = 1024;  // a block's threads hold at least a row of a tile
 
-// 64 rows of 128 columns; fewer rows or columns make the other side longer. Sides are powers of two.
+// 64 rows of 128 columns; fewer rows make it wider, fewer columns higher. Sides are powers of two.
 struct TileGrid {
   std::int32_t rows = 0, cols = 0;  // of the parameter
   std::int32_t across = 0;          // tiles side by side
@@ -37,8 +38,8 @@ inline TileGrid tile_grid(const Shape& shape) {
     return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(n)));
   };
   const std::int64_t height = std::min<std::int64_t>(64, power_of_two(shape.rows));
-  const std::int64_t width =
-      std::min(kTileElements / height, power_of_two(std::max<std::int64_t>(shape.cols, 2 * kQuad)));
+  const std::int64_t most = std::min<std::int64_t>(kMaxTileWidth, kTileElements / height);
+  const std::int64_t width = std::min(most, power_of_two(std::max<std::int64_t>(shape.cols, 2 * kQuad)));
   return {static_cast<std::int32_t>(shape.rows), static_cast<std::int32_t>(shape.cols),
           static_cast<std::int32_t>((shape.cols + width - 1) / width),
           std::countr_zero(static_cast<std::uint64_t>(width / kQuad))};
@@ -48,31 +49,30 @@ inline std::int64_t tiles_of(const TileGrid& g) {
   return g.across * ((g.rows + height - 1) / height);
 }
 
-// A tile's place in its parameter, and which elements a thread of a block of kThreads works on.
+// A tile's place in its parameter, and which elements a thread of a block of kThreads works on: quads 0 … kQuads − 1,
+// in the same columns, `stride` rows from each other.
 template <int kThreads>
-class Tile {
- public:
-  static constexpr int kQuads = kTileElements / (kQuad * kThreads);  // of a thread
-  __device__ Tile(const TileGrid& grid, int tile) : rows_(grid.rows), cols_(grid.cols), log2_(grid.quads_log2) {
+struct Tile {
+  static_assert(kThreads * kQuad >= kMaxTileWidth);
+  static constexpr int kQuads = kTileElements / (kQuad * kThreads);
+
+  __device__ Tile(const TileGrid& grid, int tile) : rows(grid.rows), stride(kThreads >> grid.quads_log2) {
     const int down = tile / grid.across, over = tile - down * grid.across;
-    row_ = down * (kTileElements >> (log2_ + 2)) + static_cast<int>(threadIdx.x >> log2_);
-    col_ = ((over << log2_) + static_cast<int>(threadIdx.x & ((1u << log2_) - 1u))) * kQuad;
+    const int thread = static_cast<int>(threadIdx.x), log2 = grid.quads_log2;
+    row = down * (kTileElements >> (log2 + 2)) + (thread >> log2);
+    col = ((over << log2) + (thread & ((1 << log2) - 1))) * kQuad;
+    width = min(kQuad, grid.cols - col);
   }
-  // Quad k < kQuads of this thread. Threads beyond a tile's row work on the rows below; a row of more quads than
-  // the block has threads is walked along.
-  struct Quad {
-    int row, col;
-    int inside;  // elements inside the parameter: at most 0, or 1 to 4
-  };
-  [[nodiscard]] __device__ __forceinline__ Quad quad(int k) const {
-    const int quads = k * kThreads;
-    const int row = row_ + (quads >> log2_), col = col_ + (quads & ((1 << log2_) - 1)) * kQuad;
-    return {row, col, row < rows_ ? min(kQuad, cols_ - col) : 0};
+  // Elements of quad k inside the parameter: at most 0, or 1 to 4.
+  [[nodiscard]] __device__ __forceinline__ int inside(int k) const { return row + k * stride < rows ? width : 0; }
+  // Where quad k lies in a matrix of the parameter's shape.
+  template <class T>
+  [[nodiscard]] __device__ __forceinline__ T* at(T* data, std::int64_t pitch, int k = 0) const {
+    return data + (row + k * stride) * pitch + col;
   }
 
- private:
-  int rows_, cols_, log2_;
-  int row_, col_;
+  int rows, stride;
+  int row, col, width;  // of quad 0
 };
 
 // Elements 0 … 3 from `from`, zero where not inside. kVector: all four are inside or none, on an aligned address.
