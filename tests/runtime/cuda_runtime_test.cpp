@@ -76,6 +76,18 @@ TEST_CASE("on a GPU peak and per-microbatch slots accumulate the same bytes, eag
   require_equal(reference, {"execution.mode=graph", "pipeline.tape_slots=peak", "pipeline.schedule=zbv"});
 }
 
+TEST_CASE("on a GPU grouped weight gradients have the same bytes eager and captured, under any schedule") {
+  if (!has_cuda()) return;
+  const Overrides grouped{"gradients.w_group=2", "training.seq_length=128", "model.max_position_embeddings=128"};
+  const auto with = [&](Overrides more) {
+    more.insert(more.end(), grouped.begin(), grouped.end());
+    return more;
+  };
+  const TraceRecords reference = trace_of(with({"execution.mode=eager"}));
+  require_equal(reference, with({"execution.mode=graph"}));
+  require_equal(reference, with({"execution.mode=graph", "pipeline.schedule=zbv"}));
+}
+
 TEST_CASE("on a GPU capture changes no state, and eager and captured runs hold the same memory") {
   if (!has_cuda()) return;
   std::vector<std::uint64_t> digests;
