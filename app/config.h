@@ -65,7 +65,8 @@ struct ParallelSection {
 };
 
 struct ExecutionSection {
-  std::string backend = "auto";  // for make_backend
+  std::string backend = "auto";    // for bind_rank
+  std::string transport = "auto";  // for bind_rank
   ExecutionMode mode = ExecutionMode::kGraph;
 };
 

@@ -70,6 +70,17 @@ void check_precision(const Config& c, Faults& faults) {
   }
 }
 
+void check_transport(const Config& c, Faults& faults) {
+  if (!faults.none_at({"execution.backend", "execution.transport"})) return;
+  const std::string &backend = c.execution.backend, &transport = c.execution.transport;
+  const bool fits = transport == "auto" || backend == "auto" || (transport == "mpi") == (backend == "cpu");
+  if (!fits) {
+    faults.add("execution.transport", "found \"" + transport + "\", wanted " +
+                                          (backend == "cpu" ? "\"mpi\"" : "\"ipc\" or \"nccl\"") +
+                                          " or \"auto\" with execution.backend \"" + backend + "\".");
+  }
+}
+
 void check_replicas(const Config& c, Faults& faults) {
   if (!faults.none_at({"parallel.data"}) || c.parallel.data == 1) return;
   if (faults.none_at({"gradients.placement"}) && c.gradients.placement != Placement::kAccumulate) {
@@ -244,6 +255,7 @@ void check_config(const Config& c, const Given& given, Faults& faults) {
   check_fp8_widths(c, faults);
   check_heads(c, faults);
   check_precision(c, faults);
+  check_transport(c, faults);
   check_replicas(c, faults);
   check_batches(c, faults);
   check_pipeline(c, given, faults);

@@ -252,7 +252,10 @@ void add_machine(std::vector<KeySpec>& table) {
   e.choice<ExecutionMode>("mode", {{"graph", ExecutionMode::kGraph}, {"eager", ExecutionMode::kEager}},
                           QE_FIELD(execution.mode), "replay captured graphs, or call every operation");
   e.only("graph_scope", "action", "what one captured graph holds");
-  e.only("transport", "mpi", "how stages exchange tensors");
+  e.choice<std::string>("transport", {{"auto", "auto"}, {"mpi", "mpi"}, {"ipc", "ipc"}, {"nccl", "nccl"}},
+                        QE_FIELD(execution.transport),
+                        "how ranks exchange tensors; mpi: host memory, for the CPU; ipc: GPUs of one host, which ranks "
+                        "may share; nccl: a GPU a rank; auto: mpi on the CPU, ipc on one host, else nccl");
 
   Section d(table, "data");
   d.texts("train", QE_FIELD(data.train), "token files to train on; paths or globs, a string or a list");

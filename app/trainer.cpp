@@ -57,9 +57,11 @@ RankUsage usage_from(const nlohmann::json& j) {
 Trainer::Trainer(const Config& config, const std::string& command_line)
     : config_(config),
       plan_(make_rank_plan(config)),
-      backend_(make_backend(config.execution.backend)),
+      binding_(bind_rank(config.execution.backend, config.execution.transport,
+                         config.pipeline.pipeline_model_parallel_size, config.parallel.data, config.runtime.timeout_s)),
+      backend_(make_backend(binding_.backend, binding_.ordinal)),
       transport_(make_transport(*backend_.device, config.pipeline.pipeline_model_parallel_size, config.parallel.data,
-                                config.runtime.timeout_s)),
+                                config.runtime.timeout_s, binding_.transport)),
       train_data_(config.data.train, config.model.vocab_size, config.training.seq_length, "data.train"),
       sampler_(train_data_.windows(), config.training.global_batch_size,
                static_cast<std::uint64_t>(config.training.seed)) {
@@ -99,7 +101,8 @@ void Trainer::open_run() {
   progress_ = std::make_unique<Progress>(config_);
   progress_->note("run folder " + run_directory_ + " | " + std::to_string(config_.ranks()) + " rank(s), schedule " +
                   name_of(config_.pipeline.schedule) + ", " + std::to_string(config_.microbatches()) +
-                  " microbatches a step | " + backend_.device->description());
+                  " microbatches a step | " + backend_.device->description() + " | transport " + binding_.transport);
+  if (!binding_.table.empty()) progress_->note(binding_.table);
 }
 
 void Trainer::run() {

@@ -42,6 +42,7 @@ class Trainer {
 
   Config config_;
   RankPlan plan_;
+  RankBinding binding_;
   Backend backend_;
   std::unique_ptr<Transport> transport_;
   TokenDataset train_data_;

@@ -1,5 +1,7 @@
 #include "kernels/backend.h"
 
+#include <optional>
+
 #include "core/error.h"
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cpu/device.h"
@@ -8,6 +10,8 @@
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/ipc_transport.h"
+#include "kernels/cuda/nccl_transport.h"
+#include "kernels/cuda/rank_binding.h"
 #include "kernels/wire/mpi_wire.h"
 #include "kernels/wire/solo_transport.h"
 #endif
@@ -16,35 +20,48 @@ namespace qe {
 
 namespace {
 
+[[noreturn]] void refuse_cuda() {
+  throw ConfigError(
+      "execution.backend is cuda, but this build has no CUDA backend; build with the CUDA toolkit or use cpu");
+}
+
 #ifdef QE_WITH_CUDA
 bool sees_cuda_device() { return CudaDevice::count() > 0; }
+
 Backend make_cuda(int ordinal) {
   auto device = std::make_unique<CudaDevice>(ordinal);
   auto ops = std::make_unique<CudaOps>(*device);
   return {std::move(device), std::move(ops)};
 }
+
 std::unique_ptr<Transport> make_cuda_transport(Device& device, int pipeline, int data, double timeout_s,
                                                const std::string& kind) {
   auto* cuda = dynamic_cast<CudaDevice*>(&device);
   QE_EXPECTS(cuda != nullptr, "every device of make_backend has a transport");
-  if (kind != "auto" && kind != "ipc") {
-    throw ConfigError("execution.transport is " + kind + ", which the CUDA backend does not have; use ipc or auto");
-  }
   if (pipeline * data == 1) {
     expect_no_other_ranks();
     return std::make_unique<SoloTransport>(device);
   }
   MpiWorld world = join_mpi_world(pipeline, data);
+  if (kind == "nccl") return make_nccl_transport(*cuda, std::move(world.wire), world.layout, timeout_s);
+  QE_EXPECTS(kind == "ipc", "bind_rank chose the transport");
   return make_ipc_transport(*cuda, std::move(world.wire), world.layout, timeout_s);
+}
+
+// Nothing: no rank sees a GPU, and none is required.
+std::optional<RankBinding> bind_to_gpu(const std::string& transport, int pipeline, int data, double timeout_s,
+                                       bool required) {
+  auto card = bind_to_card(transport, pipeline, data, timeout_s, required);
+  if (!card) return std::nullopt;
+  return RankBinding{"cuda", card->transport, card->ordinal, card->table};
 }
 #else
 bool sees_cuda_device() { return false; }
-Backend make_cuda(int) {
-  throw ConfigError(
-      "execution.backend is cuda, but this build has no CUDA backend; build with the CUDA toolkit or use cpu");
-}
-std::unique_ptr<Transport> make_cuda_transport(Device&, int, int, double, const std::string&) {
-  QE_EXPECTS(false, "every device of make_backend has a transport");
+Backend make_cuda(int) { refuse_cuda(); }
+std::unique_ptr<Transport> make_cuda_transport(Device&, int, int, double, const std::string&) { refuse_cuda(); }
+std::optional<RankBinding> bind_to_gpu(const std::string&, int, int, double, bool required) {
+  if (required) refuse_cuda();
+  return std::nullopt;
 }
 #endif
 
@@ -60,15 +77,26 @@ Backend make_backend(const std::string& name, int ordinal) {
   throw ConfigError("execution.backend is '" + name + "', which is not a backend; use cpu, cuda or auto");
 }
 
+RankBinding bind_rank(const std::string& backend, const std::string& transport, int pipeline, int data,
+                      double timeout_s) {
+  // Without a backend named, mpi asks for the CPU as ipc and nccl ask for GPUs.
+  const bool cpu = backend == "cpu" || (backend == "auto" && transport == "mpi");
+  if (!cpu) {
+    const bool required = backend == "cuda" || transport != "auto";
+    if (const auto gpu = bind_to_gpu(transport, pipeline, data, timeout_s, required)) return *gpu;
+  }
+  if (transport != "auto" && transport != "mpi") {
+    throw ConfigError("execution.transport is " + transport +
+                      ", but the CPU backend sends through mpi; use mpi or auto");
+  }
+  return {"cpu", "mpi", 0, ""};
+}
+
 std::unique_ptr<Transport> make_transport(Device& device, int pipeline, int data, double timeout_s,
                                           const std::string& kind) {
-  if (auto* cpu = dynamic_cast<CpuDevice*>(&device); cpu != nullptr) {
-    if (kind != "auto" && kind != "mpi") {
-      throw ConfigError("execution.transport is " + kind + ", but the CPU backend sends through mpi; use mpi or auto");
-    }
-    return make_mpi_transport(*cpu, pipeline, data, timeout_s);
-  }
-  return make_cuda_transport(device, pipeline, data, timeout_s, kind);
+  auto* cpu = dynamic_cast<CpuDevice*>(&device);
+  if (cpu == nullptr) return make_cuda_transport(device, pipeline, data, timeout_s, kind);
+  return make_mpi_transport(*cpu, pipeline, data, timeout_s);
 }
 
 }  // namespace qe

@@ -19,10 +19,23 @@ struct Backend {
 // GPUs. Throws ConfigError when the backend was not built in, DeviceError when it has no usable device.
 Backend make_backend(const std::string& name, int ordinal = 0);
 
-// Messages between the processes of an MPI job, as the device can carry them. Collective, between MPI_Init and
-// MPI_Finalize; one rank on a GPU needs no MPI. `kind`: "mpi" for the CPU, "ipc" for the GPUs of one host, or "auto".
-// Throws ConfigError when the job has not pipeline · data ranks or the device has no transport of that kind.
-std::unique_ptr<Transport> make_transport(Device&, int pipeline, int data, double timeout_s,
-                                          const std::string& kind = "auto");
+// What a rank of a job uses: the arguments of make_backend and make_transport.
+struct RankBinding {
+  std::string backend;    // "cpu" or "cuda"
+  std::string transport;  // "mpi", "ipc", "nccl"; "none" for one rank on a GPU
+  int ordinal = 0;
+  std::string table;  // for the log, a line a rank: host, GPU, PCI id, with whom it is shared; empty without GPUs
+};
+
+// Decides alike on every rank, before anything else is made. Collective over an MPI job of pipeline · data ranks; one
+// rank needs no MPI. `backend` is "cpu", "cuda" or "auto", `transport` "auto", "mpi" (CPU), "ipc" (the GPUs of one
+// host, which ranks may share) or "nccl" (a GPU a rank). Throws ConfigError when the job has another size or the
+// transport cannot serve these ranks, DeviceError when a rank has no GPU.
+RankBinding bind_rank(const std::string& backend, const std::string& transport, int pipeline, int data,
+                      double timeout_s);
+
+// Messages between the processes of an MPI job. Collective, between MPI_Init and MPI_Finalize; one rank on a GPU needs
+// no MPI. `kind` as in RankBinding. Throws ConfigError when the job has not pipeline · data ranks.
+std::unique_ptr<Transport> make_transport(Device&, int pipeline, int data, double timeout_s, const std::string& kind);
 
 }  // namespace qe

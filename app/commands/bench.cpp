@@ -100,12 +100,17 @@ void write(const std::string& path, const Json& result) {
 }  // namespace
 
 int run_bench(const Config& config, const BenchOptions& options, const std::string& command_line) {
-  Backend backend = make_backend(config.execution.backend);
-  const std::unique_ptr<Transport> transport = make_transport(
-      *backend.device, config.pipeline.pipeline_model_parallel_size, config.parallel.data, config.runtime.timeout_s);
+  const int pipeline = config.pipeline.pipeline_model_parallel_size, data = config.parallel.data;
+  const RankBinding binding =
+      bind_rank(config.execution.backend, config.execution.transport, pipeline, data, config.runtime.timeout_s);
+  Backend backend = make_backend(binding.backend, binding.ordinal);
+  const std::unique_ptr<Transport> transport =
+      make_transport(*backend.device, pipeline, data, config.runtime.timeout_s, binding.transport);
   const bool leads = transport->rank(Group::kWorld) == 0;
   Json result{{"command", command_line},
               {"device", backend.device->description()},
+              {"transport", binding.transport},
+              {"ranks", binding.table},
               {"environment", Json::parse(environment_json())},
               {"config", Json::parse(dump_config(config))}};
   if (options.steps > 0) {

@@ -164,6 +164,10 @@ TEST_CASE("features that do not exist are refused by name with a reason") {
   CHECK_THAT(refused({"training.loss_mask=true"}), ContainsSubstring("masked targets"));
   CHECK_THAT(refused({"checkpoint.dir=x"}), ContainsSubstring("checkpoint: refused: saving"));
   CHECK_THAT(refused({"execution.graph_scope=step"}), ContainsSubstring("wanted \"action\""));
+  CHECK_THAT(refused({"execution.backend=cpu", "execution.transport=nccl"}),
+             ContainsSubstring("execution.transport") && ContainsSubstring("wanted \"mpi\" or \"auto\""));
+  CHECK_THAT(refused({"execution.backend=cuda", "execution.transport=mpi"}),
+             ContainsSubstring("wanted \"ipc\" or \"nccl\" or \"auto\""));
 }
 
 TEST_CASE("replicas need one accumulated FP32 gradient and one set of scales") {
