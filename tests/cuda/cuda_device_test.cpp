@@ -313,23 +313,50 @@ TEST_CASE("a table is uploaded once and found again by its bytes") {
   });
 }
 
-TEST_CASE("two processes of the same products choose the same algorithms") {
-  if (!has_device()) return;
-  const auto digest = [](std::int64_t n) {
-    CudaDevice device;
-    CudaOps ops(device);
-    const auto stream = device.make_stream("gemm");
-    Buffer memory = device.allocate(static_cast<std::size_t>(3 * n * n) * 2, MemoryKind::kStep);
-    auto* base = memory.as<unsigned char>();
-    const auto matrix = [&](std::int64_t i) { return make_tensor(base + 2 * i * n * n, DType::kBF16, {n, n}); };
+namespace {
+
+// A backend that has multiplied BF16 matrices [n, n], and one FP8 product it is asked for.
+struct Products {
+  CudaDevice device;
+  CudaOps ops{device};
+  std::unique_ptr<Stream> stream = device.make_stream("gemm");
+  Buffer memory = device.allocate(std::size_t{4} << 20, MemoryKind::kStep);
+
+  Tensor matrix(int i, DType type, std::int64_t rows, std::int64_t cols) const {
+    return make_tensor(memory.as<unsigned char>() + (std::int64_t{i} << 20), type, {rows, cols});
+  }
+  void multiply(std::int64_t n) {
     GemmArgs args;
-    args.a = matrix(0);
-    args.b = matrix(1);
-    args.d = matrix(2);
+    args.a = matrix(0, DType::kBF16, n, n);
+    args.b = matrix(1, DType::kBF16, n, n);
+    args.d = matrix(2, DType::kBF16, n, n);
     ops.gemm(*stream, args);
     device.synchronize();
-    return ops.gemm_plans().digest();
+  }
+};
+
+}  // namespace
+
+TEST_CASE("two backends asked for the same products choose the same algorithms") {
+  if (!has_device()) return;
+  const auto digest = [](std::vector<std::int64_t> sizes) {
+    Products p;
+    for (const std::int64_t n : sizes) p.multiply(n);
+    return p.ops.gemm_plans().digest();
   };
-  CHECK(digest(512) == digest(512));
-  CHECK(digest(512) != digest(256));
+  CHECK(digest({512, 256}) == digest({256, 512, 256}));
+  CHECK(digest({512}) != digest({256}));
+}
+
+TEST_CASE("a product that the library cannot compute is named") {
+  if (!has_device()) return;
+  Products p;
+  GemmArgs args;
+  args.a = p.matrix(0, DType::kE4M3, 32, 24);  // k is no multiple of 16
+  args.b = p.matrix(1, DType::kE4M3, 32, 24);
+  args.a_scale_inv = args.b_scale_inv = p.matrix(2, DType::kF32, 1, 1);
+  args.d = p.matrix(3, DType::kBF16, 32, 32);
+  REQUIRE_THROWS_WITH(p.ops.gemm(*p.stream, args),
+                      ContainsSubstring("m 32, n 32") && ContainsSubstring("k 24") && ContainsSubstring("e4m3"));
+  p.multiply(256);  // and the backend goes on
 }

@@ -34,14 +34,14 @@ bool has_cuda() {
   }
 }
 
-TraceRecords trace_of(const Overrides& cell) {
-  return run_training(config_on("cuda", cell), {.steps = 6, .after_step = nullptr}).trace;
+TraceRecords trace_of(const Overrides& cell, int steps) {
+  return run_training(config_on("cuda", cell), {.steps = steps, .after_step = nullptr}).trace;
 }
 
-void require_equal(const TraceRecords& reference, const Overrides& cell) {
+void require_equal(const TraceRecords& reference, const Overrides& cell, int steps) {
   std::string name, text;
   for (const std::string& o : cell) name += o + " ";
-  for (const std::string& line : differences(reference, trace_of(cell))) text += "\n  " + line;
+  for (const std::string& line : differences(reference, trace_of(cell, steps))) text += "\n  " + line;
   INFO(name << text);
   REQUIRE(text.empty());
 }
@@ -51,11 +51,11 @@ void require_equal(const TraceRecords& reference, const Overrides& cell) {
 TEST_CASE("on a GPU mode, backward, placement and schedule do not show in six steps") {
   if (!has_cuda()) return;
   const TraceRecords reference =
-      trace_of({"execution.mode=eager", "pipeline.backward=full", "gradients.placement=copied"});
+      trace_of({"execution.mode=eager", "pipeline.backward=full", "gradients.placement=copied"}, 6);
   for (const char* mode : {"execution.mode=eager", "execution.mode=graph"}) {
     for (const char* backward : {"pipeline.backward=split", "pipeline.backward=full"}) {
       for (const char* placement : {"gradients.placement=copied", "gradients.placement=arena"}) {
-        require_equal(reference, {mode, backward, placement});
+        require_equal(reference, {mode, backward, placement}, 6);
       }
     }
   }
@@ -64,16 +64,16 @@ TEST_CASE("on a GPU mode, backward, placement and schedule do not show in six st
         Overrides{"pipeline.schedule=zbv"}}) {
     Overrides cell = schedule;
     cell.insert(cell.end(), {"execution.mode=graph", "gradients.placement=arena"});
-    require_equal(reference, cell);
+    require_equal(reference, cell, 6);
   }
 }
 
 TEST_CASE("on a GPU peak and per-microbatch slots accumulate the same bytes, eager and captured") {
   if (!has_cuda()) return;
-  const TraceRecords reference = trace_of({"execution.mode=eager", "pipeline.tape_slots=per_microbatch"});
-  require_equal(reference, {"execution.mode=graph", "pipeline.tape_slots=per_microbatch"});
-  require_equal(reference, {"execution.mode=graph", "pipeline.tape_slots=peak"});
-  require_equal(reference, {"execution.mode=graph", "pipeline.tape_slots=peak", "pipeline.schedule=zbv"});
+  const TraceRecords reference = trace_of({"execution.mode=eager", "pipeline.tape_slots=per_microbatch"}, 3);
+  require_equal(reference, {"execution.mode=graph", "pipeline.tape_slots=per_microbatch"}, 3);
+  require_equal(reference, {"execution.mode=graph", "pipeline.tape_slots=peak"}, 3);
+  require_equal(reference, {"execution.mode=graph", "pipeline.tape_slots=peak", "pipeline.schedule=zbv"}, 3);
 }
 
 TEST_CASE("on a GPU grouped weight gradients have the same bytes eager and captured, under any schedule") {
@@ -83,9 +83,9 @@ TEST_CASE("on a GPU grouped weight gradients have the same bytes eager and captu
     more.insert(more.end(), grouped.begin(), grouped.end());
     return more;
   };
-  const TraceRecords reference = trace_of(with({"execution.mode=eager"}));
-  require_equal(reference, with({"execution.mode=graph"}));
-  require_equal(reference, with({"execution.mode=graph", "pipeline.schedule=zbv"}));
+  const TraceRecords reference = trace_of(with({"execution.mode=eager"}), 3);
+  require_equal(reference, with({"execution.mode=graph"}), 3);
+  require_equal(reference, with({"execution.mode=graph", "pipeline.schedule=zbv"}), 3);
 }
 
 TEST_CASE("on a GPU capture changes no state, and eager and captured runs hold the same memory") {
