@@ -20,6 +20,8 @@ namespace {
 struct CommandLine {
   std::string config_path;
   std::vector<std::string> overrides;
+  StartOptions start;
+  std::string resume;
   TokenizeOptions tokenize;
   BenchOptions bench;
   bool help_config = false;
@@ -62,6 +64,9 @@ int run_ranks(const Config& config, const std::function<int()>& body) {
   } catch (const NonFiniteError& e) {  // every rank decided alike: told once, and the job ends in order
     if (rank == 0) print_error(e.what());
     return static_cast<int>(e.exit_code());
+  } catch (const CheckpointError& e) {  // as above
+    if (rank == 0) print_error(e.what());
+    return static_cast<int>(e.exit_code());
   } catch (const Error& e) {
     print_error("rank " + std::to_string(rank) + ": " + e.what());
     code = static_cast<int>(e.exit_code());
@@ -81,10 +86,20 @@ int run_job(const Config& config, const std::function<int()>& body) {
   return code;
 }
 
+void check_start(const Config& config, const StartOptions& start) {
+  if (!start.resume || !config.checkpoint.dir.empty() || start.resume->find('/') != std::string::npos) return;
+  throw ConfigError("checkpoint.dir is needed to resume from " + *start.resume +
+                    "; set it to the folder of the run's "
+                    "checkpoints, or resume from one checkpoint's folder.");
+}
+
 int train(const CommandLine& line) {
   const Config config = load_config(line.config_path, line.overrides);
+  check_override_names(line.start.overrides);
+  check_start(config, line.start);
   check_data(config);
-  return run_job(config, [&] { return run_train(config, line.text); });
+  StopSignals signals(!config.checkpoint.dir.empty());
+  return run_job(config, [&] { return run_train(config, line.start, &signals, line.text); });
 }
 
 int bench(const CommandLine& line) {
@@ -94,8 +109,7 @@ int bench(const CommandLine& line) {
 
 void add_config_options(CLI::App& command, CommandLine& line) {
   command.add_option("--config", line.config_path, "Config file (JSON)")->required();
-  command.add_option("--set", line.overrides, "Override a key: section.key=value; may be repeated")
-      ->allow_extra_args(false);
+  command.add_option("--set", line.overrides, "Override keys: section.key=value; may be repeated");
 }
 
 void declare_options(CLI::App& app, CommandLine& line) {
@@ -105,6 +119,14 @@ void declare_options(CLI::App& app, CommandLine& line) {
 
   CLI::App* train = app.add_subcommand("train", "Train a model");
   add_config_options(*train, line);
+
+  train->add_option("--resume", line.resume, "Go on from a checkpoint: latest, a step, or a checkpoint's folder")
+      ->expected(0, 1)
+      ->type_name("[latest|STEP|DIR]")
+      ->each([&line](const std::string& text) { line.start.resume = text.empty() ? "latest" : text; });
+  train->add_option("--override", line.start.overrides,
+                    "With --resume: a key that may differ from the checkpoint's; may be repeated");
+  train->add_option("--init-from", line.start.init_from, "Start a new run with the weights of a checkpoint's folder");
 
   CLI::App* bench = app.add_subcommand("bench", "Time complete steps on random tokens, and each operation alone");
   add_config_options(*bench, line);

@@ -86,6 +86,37 @@ void write_file(const std::filesystem::path& path, const std::string& text) {
     throw Error(ExitCode::kRuntime, "Cannot write " + path.string() + "; check the disk and report.dir.");
 }
 
+// The lines of a metrics file that a run resumed after `step` does not write again. The evaluation after the last step
+// is made again; a line that a kill cut short is dropped.
+std::string lines_until(const std::string& path, std::int64_t step, std::int64_t train_iters) {
+  std::ifstream file(path, std::ios::binary);
+  std::string kept;
+  for (std::string line; std::getline(file, line);) {
+    const Json j = Json::parse(line, nullptr, false);
+    if (!j.is_object() || !j.contains("step") || !j["step"].is_number_integer()) continue;
+    const bool again = step == train_iters && j["step"] == step && j.value("event", "") == "eval";
+    if (j["step"] <= step && !again) kept += line + "\n";
+  }
+  return kept;
+}
+
+Json json_of(const std::vector<KeyChange>& changes) {
+  Json list = Json::array();
+  for (const KeyChange& c : changes) {
+    list.push_back({{"key", c.key}, {"stored", Json::parse(c.stored)}, {"now", Json::parse(c.now)}});
+  }
+  return list;
+}
+
+Json json_of(const ResumeRecord& r) {
+  return {{"from", r.from},
+          {"step", r.step},
+          {"passed_over", r.passed_over},
+          {"overridden", json_of(r.overridden)},
+          {"changed", json_of(r.changed)},
+          {"data_restarted", r.data_restarted}};
+}
+
 }  // namespace
 
 std::int64_t flops_per_token(const ModelConfig& m, int seq_length) noexcept {
@@ -122,16 +153,19 @@ std::string make_run_directory(const Config& config) {
     throw ConfigError("report.dir: cannot make the folder " + dir.string() + " (" + error.message() +
                       "); name one that can be written.");
   }
+  fs::remove(dir / "report.json", error);  // an earlier run's would outlive one that fails
   write_file(dir / "config.json", dump_config(config));
   return dir.string();
 }
 
-MetricsLog::MetricsLog(const std::string& run_directory, const Config& config)
+MetricsLog::MetricsLog(const std::string& run_directory, const Config& config, std::optional<std::int64_t> resumed_step)
     : tokens_per_step_(config.tokens_per_step()),
       flops_per_token_(flops_per_token(config.model, config.training.seq_length)),
       ranks_(config.ranks()),
       path_((std::filesystem::path(run_directory) / "metrics.jsonl").string()),
-      file_(std::fopen(path_.c_str(), "w")) {
+      file_(nullptr) {
+  if (resumed_step) write_file(path_, lines_until(path_, *resumed_step, config.training.train_iters));
+  file_ = std::fopen(path_.c_str(), resumed_step ? "a" : "w");
   if (file_ == nullptr) throw Error(ExitCode::kRuntime, "Cannot write " + path_ + "; check the disk and report.dir.");
 }
 
@@ -187,6 +221,8 @@ std::string report_json(const RunReport& r) {
             {"config", Json::parse(dump_config(r.config))},
             {"derived", {{"microbatches", r.config.microbatches()}, {"ranks", r.config.ranks()}}},
             {"environment", Json::parse(environment_json())},
+            {"resumed", nullptr},
+            {"init_from", r.init_from.empty() ? Json(nullptr) : Json(r.init_from)},
             {"steps", steps},
             {"skipped_steps", r.skipped_steps},
             {"initial", {{"train_loss", optional_number(r.initial_train_loss)}}},
@@ -199,6 +235,7 @@ std::string report_json(const RunReport& r) {
             {"timing", timing_of(r)},
             {"resources", resources},
             {"checks", checks}};
+  if (r.resumed) root["resumed"] = json_of(*r.resumed);
   if (r.baselines) root["baselines"] = {{"bigram", r.baselines->bigram}, {"trigram", r.baselines->trigram}};
   if (r.valid_data) root["data"]["valid"] = json_of(*r.valid_data);
   return root.dump(2) + "\n";

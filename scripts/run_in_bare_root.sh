@@ -6,7 +6,16 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
+usage() {
+  cat <<TXT
+usage: scripts/run_in_bare_root.sh [--keep] SCRIPT [ARGUMENTS]
+Makes a new minimal Debian or Ubuntu in a folder, clones HEAD into it and runs SCRIPT there, as root.
+  --keep   leave the folder behind and print where it is
+TXT
+}
+
 keep=0
+case "${1:-}" in --help | -h) usage && exit 0 ;; esac
 if [ "${1:-}" = --keep ]; then
   keep=1
   shift

@@ -1,6 +1,8 @@
 #include "core/stage/parameters.h"
 
+#include <algorithm>
 #include <cmath>
+#include <thread>
 
 #include "core/error.h"
 #include "core/random.h"
@@ -87,7 +89,19 @@ std::vector<float> initial_values(const Parameter& p, std::uint64_t seed) {
   const auto real = static_cast<std::size_t>(p.real_rows * p.shape.cols);
   if (p.init == Init::kZeros) return values;
   const std::uint64_t key = random_key(seed, p.name);
-  for (std::size_t i = 0; i < real; ++i) values[i] = p.init == Init::kOnes ? 1.0f : p.init_std * normal(key, i);
+  const auto fill = [&](std::size_t first, std::size_t last) {
+    for (std::size_t i = first; i < last; ++i) values[i] = p.init == Init::kOnes ? 1.0f : p.init_std * normal(key, i);
+  };
+  // A value depends on its index alone, so large parameters are cut among threads: a billion take a minute on one.
+  constexpr std::size_t kPerThread = std::size_t{1} << 20;
+  const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
+  const std::size_t share = std::max(kPerThread, (real + cores - 1) / cores);
+  std::vector<std::jthread> helpers;
+  for (std::size_t first = share; first < real; first += share) {
+    helpers.emplace_back(fill, first, std::min(real, first + share));
+  }
+  fill(0, std::min(real, share));
+  helpers.clear();  // joins
   return values;
 }
 

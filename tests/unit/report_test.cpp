@@ -134,6 +134,9 @@ TEST_CASE("a run directory is fresh by default, reused when named, and holds the
   write_report("named/deep", full_report());
   CHECK(std::filesystem::exists("named/deep/report.json"));
   CHECK_FALSE(std::filesystem::exists("named/deep/report.json.tmp"));
+  make_run_directory(config);  // a run that fails before its report must not seem to have this one
+  CHECK_FALSE(std::filesystem::exists("named/deep/report.json"));
+  write_report("named/deep", full_report());
   config.report.dir = "named/deep/report.json/x";
   CHECK_THROWS_AS(make_run_directory(config), ConfigError);
   std::filesystem::current_path(before);
