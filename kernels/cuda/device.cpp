@@ -58,16 +58,25 @@ class CudaDevice::CudaStream final : public Stream {
 
   [[nodiscard]] cudaStream_t handle() const noexcept { return handle_.get(); }
   void synchronize() const {
-    const cudaError_t status = cudaStreamSynchronize(handle());
-    if (status != cudaSuccess) {
-      cuda::fail(("work on stream '" + name_ + "'").c_str(), cudaGetErrorString(status), __FILE__, __LINE__);
-    }
+    if (!device_.host_waiter_) return check(cudaStreamSynchronize(handle()));
+    device_.host_waiter_([&] { return is_idle(); }, [&] { return "stream '" + name_ + "'"; });
   }
 
   Buffer workspace;                    // scratch, then the GEMMs' workspace
   std::optional<cuda::Launch> launch;  // once there is a workspace
 
  private:
+  void check(cudaError_t status) const {
+    if (status == cudaSuccess) return;
+    cuda::fail(("work on stream '" + name_ + "'").c_str(), cudaGetErrorString(status), __FILE__, __LINE__);
+  }
+  [[nodiscard]] bool is_idle() const {
+    const cudaError_t status = cudaStreamQuery(handle());
+    if (status == cudaErrorNotReady) return false;
+    check(status);
+    return true;
+  }
+
   CudaDevice& device_;
   std::string name_;
   cuda::StreamHandle handle_;

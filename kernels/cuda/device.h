@@ -52,7 +52,10 @@ class CudaDevice final : public Device {
   const cuda::Launch& launch_on(Stream&);
   cuda::Scratch gemm_workspace(Stream&);
 
-  // For transports.
+  // For transports. While one is set, the host waits for a stream through it: it calls done() until that is true, or
+  // throws; what() names the stream. Without one the driver waits, for ever.
+  using HostWaiter = std::function<void(const std::function<bool()>& done, const std::function<std::string()>& what)>;
+  void set_host_waiter(HostWaiter waiter) { host_waiter_ = std::move(waiter); }
   [[nodiscard]] cudaStream_t native(Stream&) const;
   [[nodiscard]] cudaEvent_t native(const Event&) const;
   [[nodiscard]] int ordinal() const noexcept { return ordinal_; }
@@ -79,6 +82,7 @@ class CudaDevice final : public Device {
   std::shared_ptr<HostErrors> host_errors_;
   std::vector<CudaStream*> streams_;  // alive
   Capture* capture_ = nullptr;
+  HostWaiter host_waiter_;
   std::array<std::size_t, kMemoryKinds> bytes_{};
   std::size_t total_ = 0;
   std::size_t peak_ = 0;

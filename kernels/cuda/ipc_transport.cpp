@@ -91,6 +91,9 @@ class IpcEvent final : public PeerEvent {
 class IpcMemory final : public PeerMemory {
  public:
   explicit IpcMemory(CudaDevice& device) : device_(device) {}
+  ~IpcMemory() override { device_.set_host_waiter({}); }
+  IpcMemory(const IpcMemory&) = delete;
+  IpcMemory& operator=(const IpcMemory&) = delete;
 
   std::unique_ptr<PeerBlock> make_block(std::size_t bytes) override {
     const std::size_t pages = (bytes + kSharedPage - 1) / kSharedPage;
@@ -111,8 +114,10 @@ class IpcMemory final : public PeerMemory {
                std::int64_t count) override {
     cuda::combine_parts(device_.native(s), combine, out, parts, count);
   }
-  // Streams that are gone may have left work.
-  void synchronize() override { QE_CUDA_CHECK(cudaDeviceSynchronize()); }
+  void synchronize() override { device_.synchronize(); }
+  void set_host_wait(const HostWait& wait) override {
+    device_.set_host_waiter([wait](const auto& done, const auto& what) { wait.until(done, what); });
+  }
 
  private:
   CudaDevice& device_;

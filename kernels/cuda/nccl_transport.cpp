@@ -70,17 +70,18 @@ class Communicator {
     QE_NCCL_CHECK(ncclCommInitRankConfig(&comm_, size, id, rank, &config));
   }
   ~Communicator() {
-    if (std::uncaught_exceptions() > exceptions_) {
-      (void)ncclCommAbort(comm_);
-      return;
-    }
+    if (std::uncaught_exceptions() > exceptions_) abort();
+    if (comm_ == nullptr) return;
     try {
       QE_NCCL_CHECK(ncclCommFinalize(comm_));
       settle(HostWait(0, kLastWait_s), "the end of NCCL");
       (void)ncclCommDestroy(comm_);
     } catch (const std::exception&) {  // another rank is gone
-      (void)ncclCommAbort(comm_);
+      abort();
     }
+  }
+  void abort() noexcept {
+    if (comm_ != nullptr) (void)ncclCommAbort(std::exchange(comm_, nullptr));
   }
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -111,7 +112,11 @@ class NcclTransport final : public Transport {
     connect();
     for (GroupScratch& s : scratch_) s.last_use = device_.make_event();
     warm_up();
+    device_.set_host_waiter([this](const auto& done, const auto& what) { wait_for_card(done, what); });
   }
+  ~NcclTransport() override { device_.set_host_waiter({}); }
+  NcclTransport(const NcclTransport&) = delete;
+  NcclTransport& operator=(const NcclTransport&) = delete;
 
   [[nodiscard]] int rank(Group group) const override { return layout_.rank(group); }
   [[nodiscard]] int size(Group group) const override { return layout_.size(group); }
@@ -151,6 +156,16 @@ class NcclTransport final : public Transport {
     std::vector<Buffer> memory;  // the last is in use; graphs and streams may still read the others
     std::unique_ptr<Event> last_use;
   };
+
+  // A message that never comes holds its kernel on the card, and memory could not be freed on the way out.
+  void wait_for_card(const std::function<bool()>& done, const std::function<std::string()>& what) {
+    try {
+      wait_.until(done, what);
+    } catch (...) {
+      for (auto& [key, comm] : comms_) comm.abort();
+      throw;
+    }
+  }
 
   // Ids are made by the first member of each communicator and told to all.
   void connect() {

@@ -10,9 +10,10 @@
 namespace qe {
 namespace {
 
-// A peer on its own core answers within microseconds; one that is late must not cost a core.
-constexpr int kSpins = 20000;
-constexpr auto kNap = std::chrono::microseconds(20);
+// Within a step others answer in microseconds to milliseconds, and a nap would add to it; one that is late must not
+// cost a core.
+constexpr double kSpin_s = 1;
+constexpr auto kNap = std::chrono::microseconds(200);
 
 }  // namespace
 
@@ -22,7 +23,7 @@ HostWait::HostWait(int rank, double timeout_s, std::function<void()> expect_no_f
 void HostWait::until(const std::function<bool()>& done, const std::function<std::string()>& what) const {
   if (done()) return;
   const auto since = std::chrono::steady_clock::now();
-  for (int idle = 0; !done(); ++idle) {
+  while (!done()) {
     if (expect_no_failure_) expect_no_failure_();
     const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count();
     if (waited > timeout_s_) {
@@ -32,7 +33,7 @@ void HostWait::until(const std::function<bool()>& done, const std::function<std:
                         " s, which is past the deadline; find out why the other rank is late, or raise "
                         "runtime.timeout_s");
     }
-    idle < kSpins ? std::this_thread::yield() : std::this_thread::sleep_for(kNap);
+    waited < kSpin_s ? std::this_thread::yield() : std::this_thread::sleep_for(kNap);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <span>
 
 #include "core/device.h"
+#include "kernels/wire/host_wait.h"
 
 namespace qe {
 
@@ -46,7 +47,10 @@ class PeerMemory {
   virtual void copy(Stream&, void* to, const void* from, std::size_t bytes) = 0;
   // Enqueued. out[i] = parts[0][i] combined with parts[1][i], … in this order; out may be one of the parts.
   virtual void combine(Stream&, Combine, float* out, std::span<const float* const> parts, std::int64_t count) = 0;
-  virtual void synchronize() = 0;  // the host waits for everything enqueued
+  // The host waits for everything enqueued. From the first call of set_host_wait() on the host waits for the device as
+  // it waits for other ranks.
+  virtual void synchronize() = 0;
+  virtual void set_host_wait(const HostWait&) = 0;
 };
 
 }  // namespace qe

@@ -127,6 +127,7 @@ StagedTransport::StagedTransport(std::unique_ptr<PeerMemory> memory, std::shared
         if (abort_) abort_->expect_no_failure();
       }) {
   abort_.emplace(control_, layout_, wait_);
+  memory_->set_host_wait(wait_);
 }
 
 StagedTransport::~StagedTransport() {

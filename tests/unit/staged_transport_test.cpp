@@ -155,6 +155,7 @@ class HeapMemory final : public qe::PeerMemory {
       }
     });
   }
+  void set_host_wait(const qe::HostWait&) override {}
   void synchronize() override {
     for (LateStream* s : streams_) s->synchronize();
   }
