@@ -1,15 +1,18 @@
-// The CUDA IPC transport under mpirun: both ranks on one card and, where there are two, each on its own. A case must
-// end on all ranks in the same way, or the job hangs.
+// The transports of cards under mpirun: IPC with all ranks on one card and, where there are enough, each on its own,
+// and NCCL there. A case must end on all ranks in the same way, or the job hangs.
 #include <mpi.h>
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "core/error.h"
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/ipc_transport.h"
+#include "kernels/cuda/nccl_transport.h"
 #include "kernels/wire/mpi_wire.h"
 #include "tests/catch.h"
 
@@ -37,18 +40,24 @@ Action label(ActionKind kind, int stage, int microbatch) {
   return {kind, qe::StageIndex{stage}, qe::MicrobatchIndex{microbatch}};
 }
 
-// All ranks on card 0, and each on its own where there are enough.
-std::vector<bool> placements() {
-  return CudaDevice::count() >= world_size() ? std::vector<bool>{true, false} : std::vector<bool>{true};
+enum class Mode { kIpcOneCard, kIpc, kNccl };
+
+std::vector<Mode> modes() {
+  std::vector<Mode> all{Mode::kIpcOneCard};
+  if (CudaDevice::count() < world_size()) return all;
+  all.push_back(Mode::kIpc);
+  if (qe::nccl_was_built()) all.push_back(Mode::kNccl);
+  return all;
 }
 
 struct Rank {
-  explicit Rank(bool share_one_card, double timeout_s = 60)
-      : device(share_one_card ? 0 : world_rank()), transport(make(timeout_s)) {}
+  explicit Rank(Mode mode, double timeout_s = 60, int data = 1)
+      : device(mode == Mode::kIpcOneCard ? 0 : world_rank()), transport(make(mode, timeout_s, data)) {}
 
-  std::unique_ptr<qe::Transport> make(double timeout_s) {
-    qe::MpiWorld world = qe::join_mpi_world(world_size(), 1);
-    return qe::make_ipc_transport(device, std::move(world.wire), world.layout, timeout_s);
+  std::unique_ptr<qe::Transport> make(Mode mode, double timeout_s, int data) {
+    qe::MpiWorld world = qe::join_mpi_world(world_size() / data, data);
+    return mode == Mode::kNccl ? qe::make_nccl_transport(device, std::move(world.wire), world.layout, timeout_s)
+                               : qe::make_ipc_transport(device, std::move(world.wire), world.layout, timeout_s);
   }
   Buffer allocate(std::size_t bytes) { return device.allocate(bytes, MemoryKind::kStep); }
   template <class T>
@@ -80,8 +89,8 @@ struct Rank {
 }  // namespace
 
 TEST_CASE("messages of one directed edge arrive in list order while both directions are in use") {
-  for (const bool shared : placements()) {
-    Rank r(shared);
+  for (const Mode mode : modes()) {
+    Rank r(mode);
     const int rank = r.transport->rank(Group::kPipeline);
     const int next = (rank + 1) % world_size();
     const int previous = (rank + world_size() - 1) % world_size();
@@ -107,8 +116,8 @@ TEST_CASE("messages of one directed edge arrive in list order while both directi
 }
 
 TEST_CASE("a receive waits for work that the other process has issued and not done") {
-  for (const bool shared : placements()) {
-    Rank r(shared);
+  for (const Mode mode : modes()) {
+    Rank r(mode);
     const int rank = r.transport->rank(Group::kPipeline);
     const Buffer value = r.allocate(sizeof(int));
     if (rank % 2 == 0) {
@@ -124,8 +133,8 @@ TEST_CASE("a receive waits for work that the other process has issued and not do
 }
 
 TEST_CASE("a block is not rewritten before a slow receiver has read it") {
-  for (const bool shared : placements()) {
-    Rank r(shared);
+  for (const Mode mode : modes()) {
+    Rank r(mode);
     const int rank = r.transport->rank(Group::kPipeline);
     constexpr int kMessages = 8;
     const Buffer values = r.allocate(kMessages * sizeof(int));
@@ -148,8 +157,8 @@ TEST_CASE("a block is not rewritten before a slow receiver has read it") {
 }
 
 TEST_CASE("every rank may send much before it receives anything") {
-  for (const bool shared : placements()) {
-    Rank r(shared);
+  for (const Mode mode : modes()) {
+    Rank r(mode);
     const int rank = r.transport->rank(Group::kPipeline);
     const int peer = rank ^ 1;
     constexpr int kAhead = 24;
@@ -168,6 +177,7 @@ TEST_CASE("every rank may send much before it receives anything") {
       }
       r.transport->barrier(Group::kWorld);
     }
+    if (mode == Mode::kNccl) continue;
     const std::size_t staged = r.device.memory_by_kind()[static_cast<std::size_t>(MemoryKind::kBoundary)];
     CHECK(staged == kAhead * (std::size_t{4} << 20));  // the second round took the blocks of the first
   }
@@ -175,8 +185,8 @@ TEST_CASE("every rank may send much before it receives anything") {
 
 TEST_CASE("reductions on cards have rank order and equal bits on every rank") {
   const std::size_t count = GENERATE(std::size_t{1}, std::size_t{3}, std::size_t{1000003});
-  for (const bool shared : placements()) {
-    Rank r(shared);
+  for (const Mode mode : modes()) {
+    Rank r(mode);
     const int rank = r.transport->rank(Group::kWorld);
     const Buffer sum = r.allocate(count * sizeof(float)), peak = r.allocate(count * sizeof(float));
     const Buffer in = r.allocate(sizeof(int)), all = r.allocate(64 * sizeof(int));
@@ -197,8 +207,24 @@ TEST_CASE("reductions on cards have rank order and equal bits on every rank") {
   }
 }
 
+TEST_CASE("reductions on cards stay within their group") {
+  if (world_size() != 4) return;
+  for (const Mode mode : modes()) {
+    Rank r(mode, 60, 2);
+    const int rank = r.transport->rank(Group::kWorld);
+    const Buffer values = r.allocate(3 * sizeof(float));
+    r.upload(*r.out, values, std::vector<float>(3, static_cast<float>(1 << rank)));
+    r.transport->all_reduce_sum(*r.out, values.as<float>(), 1, Group::kWorld);
+    r.transport->all_reduce_sum(*r.out, values.as<float>() + 1, 1, Group::kPipeline);
+    r.transport->all_reduce_sum(*r.out, values.as<float>() + 2, 1, Group::kData);
+    const std::vector<float> expected{15, rank < 2 ? 3.0f : 12.0f, rank % 2 == 0 ? 5.0f : 10.0f};
+    CHECK(r.download<float>(values, 3) == expected);
+    r.transport->barrier(Group::kWorld);
+  }
+}
+
 TEST_CASE("texts are exchanged in rank order beside the messages of cards") {
-  Rank r(true);
+  Rank r(Mode::kIpcOneCard);
   const int rank = r.transport->rank(Group::kWorld);
   const auto texts = r.transport->exchange(std::string(static_cast<std::size_t>(rank * 5000), 'x'), Group::kWorld);
   REQUIRE(texts.size() == static_cast<std::size_t>(world_size()));
@@ -206,7 +232,7 @@ TEST_CASE("texts are exchanged in rank order beside the messages of cards") {
 }
 
 TEST_CASE("a message of another size names itself and both sizes on cards too") {
-  Rank r(true);
+  Rank r(Mode::kIpcOneCard);
   const int rank = r.transport->rank(Group::kPipeline);
   const Buffer memory = r.allocate(32);
   if (rank % 2 == 0) {
@@ -220,21 +246,21 @@ TEST_CASE("a message of another size names itself and both sizes on cards too") 
 
 TEST_CASE("past the deadline a rank on a card names the message and the peer, and the next world works") {
   {
-    Rank r(true, 0.3);
+    Rank r(Mode::kIpcOneCard, 0.3);
     const int rank = r.transport->rank(Group::kPipeline);
     const Buffer value = r.allocate(sizeof(int));
     REQUIRE_THROWS_WITH(r.transport->recv(*r.in, value.data(), sizeof(int), rank ^ 1, label(ActionKind::kRecvB, 1, 2)),
                         ContainsSubstring("rank " + std::to_string(rank) + " waits for 1RECV_B2") &&
                             ContainsSubstring("from rank " + std::to_string(rank ^ 1)));
   }
-  Rank r(true);
+  Rank r(Mode::kIpcOneCard);
   r.transport->barrier(Group::kWorld);
 }
 
 TEST_CASE("when a rank fails the others leave their waits at once and name it") {
   const auto start = std::chrono::steady_clock::now();
   try {
-    Rank r(true);
+    Rank r(Mode::kIpcOneCard);
     r.transport->barrier(Group::kWorld);
     if (world_rank() == 0) throw std::runtime_error("first failure");
     const Buffer value = r.allocate(sizeof(int));
@@ -244,6 +270,40 @@ TEST_CASE("when a rank fails the others leave their waits at once and name it") 
     CHECK(std::string(e.what()) == "first failure");
   }
   CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
-  Rank r(true);
+  Rank r(Mode::kIpcOneCard);
+  r.transport->barrier(Group::kWorld);
+}
+
+TEST_CASE("a rank that waits for its card leaves when another rank fails") {
+  const auto start = std::chrono::steady_clock::now();
+  std::atomic<bool> go_on = false;
+  try {
+    Rank r(Mode::kIpcOneCard);
+    r.transport->barrier(Group::kWorld);
+    if (world_rank() == 0) throw std::runtime_error("first failure");
+    r.device.host_call(*r.out, [&] {
+      while (!go_on) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    });
+    CHECK_THROWS_WITH(r.device.synchronize(), ContainsSubstring("rank 0 failed"));
+    go_on = true;
+  } catch (const std::runtime_error& e) {
+    CHECK(std::string(e.what()) == "first failure");
+  }
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
+  Rank r(Mode::kIpcOneCard);
+  r.transport->barrier(Group::kWorld);
+}
+
+TEST_CASE("past the deadline a rank that waits for its card names the stream") {
+  std::atomic<bool> go_on = false;
+  {
+    Rank r(Mode::kIpcOneCard, 0.3);
+    r.device.host_call(*r.out, [&] {
+      while (!go_on) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    });
+    CHECK_THROWS_WITH(r.device.synchronize(), ContainsSubstring("waits for stream 'out' since"));
+    go_on = true;
+  }
+  Rank r(Mode::kIpcOneCard);
   r.transport->barrier(Group::kWorld);
 }
