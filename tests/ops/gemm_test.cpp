@@ -217,7 +217,15 @@ TEST_CASE("gemm gives each block of K its own scales") {
           d.ops().gemm(d.stream(), o.args);
           std::vector<double> want = products;
           for (std::size_t i = 0; accumulate && i < want.size(); ++i) want[i] += double{before[i]};
-          REQUIRE(d.get(o.args.d) == rounded(result, want));
+          if (accumulate && result == DType::kBF16 && !d.is("cpu")) {
+            // cuBLASLt's block-scaled products round to BF16 before they are added to a BF16 D: two roundings.
+            const std::vector<float> got = d.get(o.args.d);
+            for (std::size_t i = 0; i < want.size(); ++i) {
+              REQUIRE(std::abs(got[i] - want[i]) <= 0x1p-8 * (std::abs(products[i]) + std::abs(want[i])));
+            }
+          } else {
+            REQUIRE(d.get(o.args.d) == rounded(result, want));
+          }
         }
       }
     }
