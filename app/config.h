@@ -76,6 +76,13 @@ struct DataSection {
   std::vector<std::string> out_of_domain;  // globs; evaluated once, after the last step
 };
 
+struct CheckpointSection {
+  std::string dir;            // empty: no checkpoints
+  std::int64_t interval = 0;  // steps between checkpoints; 0: after the last step and on a signal
+  int keep_last = 2;
+  std::int64_t keep_every = 0;  // steps; 0: none
+};
+
 struct ReportSection {
   std::string dir;  // empty: runs/<config name>-<time>
 };
@@ -98,6 +105,7 @@ struct Config {
   ParallelSection parallel;
   ExecutionSection execution;
   DataSection data;
+  CheckpointSection checkpoint;
   ReportSection report;
   RuntimeSection runtime;
 

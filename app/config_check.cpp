@@ -81,6 +81,14 @@ void check_transport(const Config& c, Faults& faults) {
   }
 }
 
+void check_checkpoint(const Config& c, Faults& faults) {
+  if (!faults.none_at({"checkpoint.dir", "checkpoint.interval"})) return;
+  if (c.checkpoint.interval > 0 && c.checkpoint.dir.empty()) {
+    faults.add("checkpoint.dir",
+               "found none, wanted a folder with checkpoint.interval " + str(c.checkpoint.interval) + ".");
+  }
+}
+
 void check_replicas(const Config& c, Faults& faults) {
   if (!faults.none_at({"parallel.data"}) || c.parallel.data == 1) return;
   if (faults.none_at({"gradients.placement"}) && c.gradients.placement != Placement::kAccumulate) {
@@ -256,6 +264,7 @@ void check_config(const Config& c, const Given& given, Faults& faults) {
   check_heads(c, faults);
   check_precision(c, faults);
   check_transport(c, faults);
+  check_checkpoint(c, faults);
   check_replicas(c, faults);
   check_batches(c, faults);
   check_pipeline(c, given, faults);

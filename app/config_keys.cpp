@@ -264,8 +264,17 @@ void add_machine(std::vector<KeySpec>& table) {
           "token files of another kind of text, evaluated once after the last step; none: not evaluated");
   d.only("format", "llmc", "llm.c shards, uint16 or uint32");
 
+  Section k(table, "checkpoint");
+  k.text("dir", QE_FIELD(checkpoint.dir), "folder of checkpoints, shared by all ranks; none: nothing is saved");
+  k.integer("interval", 0, 1e12, QE_FIELD(checkpoint.interval),
+            "steps between checkpoints; 0: only after the last step and on a signal");
+  k.integer("keep_last", 1, 1000000, QE_FIELD(checkpoint.keep_last), "newest checkpoints that are kept");
+  k.integer("keep_every", 0, 1e12, QE_FIELD(checkpoint.keep_every),
+            "checkpoints of steps that are a multiple of this are kept as well; 0: none");
+
   Section(table, "report")
-      .text("dir", QE_FIELD(report.dir), "run directory; files of an earlier run in it are replaced")
+      .text("dir", QE_FIELD(report.dir),
+            "run directory; files of an earlier run in it are replaced, a resumed run goes on in them")
       .derived_default = "runs/<config name>-<time>";
   Section(table, "runtime")
       .number("timeout_s", 0, 1e9, QE_FIELD(runtime.timeout_s), "deadline of every wait, in seconds")
@@ -301,7 +310,7 @@ const std::vector<RefusedKey>& refused_keys() {
       {"precision.bf16_layers", "all layers share precision.compute; a list of BF16 layers is not available yet"},
       {"pipeline.schedule_csv", "schedules come from pipeline.schedule; reading one from a file is not available yet"},
       {"report.timeline", "a timeline of the run is not available yet"},
-      {"checkpoint", "saving and resuming are not available yet"},
+      {"checkpoint.async", "a step waits for its checkpoint; writing in the background is not available yet"},
       {"attention", "attention has one implementation; there is nothing to choose yet"},
   };
   return table;

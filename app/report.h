@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "app/checkpoint/resume.h"
 #include "app/config.h"
 #include "app/data/ngram.h"
 
@@ -60,8 +61,10 @@ struct DataCounts {
 struct RunReport {
   std::string command;
   Config config;
-  std::string status = "completed";               // or "failed"
-  std::vector<std::vector<double>> rank_step_ms;  // [ranks][steps], the first step included
+  std::string status = "completed";               // or "failed", "stopped" (by a signal, and resumable)
+  std::optional<ResumeRecord> resumed;            // the run went on from a checkpoint
+  std::string init_from;                          // the weights' folder; empty: none
+  std::vector<std::vector<double>> rank_step_ms;  // [ranks][steps of this process], the first step included
   std::int64_t skipped_steps = 0;
   std::optional<double> initial_train_loss;  // of step 1
   std::optional<double> final_train_loss;    // of the last step
@@ -89,7 +92,8 @@ std::string make_run_directory(const Config& config);
 // "status" says so: ok, skipped, non_finite.
 class MetricsLog {
  public:
-  MetricsLog(const std::string& run_directory, const Config& config);
+  // A run that goes on after `resumed_step` keeps the lines up to there and loses those that it will write again.
+  MetricsLog(const std::string& run_directory, const Config& config, std::optional<std::int64_t> resumed_step = {});
   ~MetricsLog();
   MetricsLog(const MetricsLog&) = delete;
   MetricsLog& operator=(const MetricsLog&) = delete;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <chrono>
+#include <cstdio>
 #include <nlohmann/json.hpp>
 
 #include "app/pipeline_plan.h"
@@ -54,7 +55,8 @@ RankUsage usage_from(const nlohmann::json& j) {
 
 }  // namespace
 
-Trainer::Trainer(const Config& config, const std::string& command_line)
+Trainer::Trainer(const Config& config, const StartOptions& options, StopSignals* signals,
+                 const std::string& command_line)
     : config_(config),
       plan_(make_rank_plan(config)),
       binding_(bind_rank(config.execution.backend, config.execution.transport,
@@ -64,8 +66,9 @@ Trainer::Trainer(const Config& config, const std::string& command_line)
                                 config.runtime.timeout_s, binding_.transport)),
       train_data_(config.data.train, config.model.vocab_size, config.training.seq_length, "data.train"),
       sampler_(train_data_.windows(), config.training.global_batch_size,
-               static_cast<std::uint64_t>(config.training.seed)) {
-  agree_on_config();
+               static_cast<std::uint64_t>(config.training.seed)),
+      signals_(signals) {
+  agree_on_config(options);
   if (!config.data.valid.empty()) {
     valid_data_.emplace(config.data.valid, config.model.vocab_size, config.training.seq_length, "data.valid");
   }
@@ -73,8 +76,9 @@ Trainer::Trainer(const Config& config, const std::string& command_line)
     out_of_domain_data_.emplace(config.data.out_of_domain, config.model.vocab_size, config.training.seq_length,
                                 "data.out_of_domain");
   }
-  rank_ = std::make_unique<PipelineRank>(*backend_.device, *backend_.ops, *transport_, make_rank_config(config), plan_,
-                                         nullptr);
+  checkpoints_ = std::make_unique<Checkpointer>(config_, options, *transport_, train_data_);
+  report_.init_from = options.init_from;
+  start();
   const auto cells = static_cast<std::size_t>(config.tokens_per_step() / config.parallel.data);
   tokens_.resize(cells);
   targets_.resize(cells);
@@ -86,46 +90,85 @@ Trainer::Trainer(const Config& config, const std::string& command_line)
 
 Trainer::~Trainer() = default;
 
-void Trainer::agree_on_config() const {
-  const std::vector<std::string> all = transport_->exchange(dump_config(config_), Group::kWorld);
+void Trainer::start() {
+  RankConfig rank_config = make_rank_config(config_);
+  rank_config.initialize = !checkpoints_->has_start();
+  rank_ = std::make_unique<PipelineRank>(*backend_.device, *backend_.ops, *transport_, rank_config, plan_, nullptr);
+  position_ = checkpoints_->load(*rank_);
+  sampler_.seek(position_.data);
+  report_.resumed = checkpoints_->resumed();
+  if (report_.resumed) report_.init_from.clear();
+  report_.skipped_steps = position_.skipped_steps;
+  report_.initial_train_loss = position_.initial_train_loss;
+  report_.final_train_loss = position_.final_train_loss;
+}
+
+void Trainer::agree_on_config(const StartOptions& options) const {
+  std::string mine = dump_config(config_) + options.resume.value_or("") + "\n" + options.init_from;
+  for (const std::string& key : options.overrides) mine += "\n" + key;
+  const std::vector<std::string> all = transport_->exchange(mine, Group::kWorld);
   const auto other = std::find_if(all.begin(), all.end(), [&](const std::string& c) { return c != all.front(); });
   if (other == all.end()) return;
   throw ConfigError("Rank " + std::to_string(other - all.begin()) +
-                    " resolved another config than rank 0; give every rank the same file and --set options.");
+                    " resolved another config than rank 0; give every rank the same file and the same options.");
 }
 
 void Trainer::open_run() {
   if (!leads()) return;
   run_directory_ = make_run_directory(config_);
-  metrics_ = std::make_unique<MetricsLog>(run_directory_, config_);
+  const auto resumed_step = report_.resumed ? std::optional(report_.resumed->step) : std::nullopt;
+  metrics_ = std::make_unique<MetricsLog>(run_directory_, config_, resumed_step);
   progress_ = std::make_unique<Progress>(config_);
   progress_->note("run folder " + run_directory_ + " | " + std::to_string(config_.ranks()) + " rank(s), schedule " +
                   name_of(config_.pipeline.schedule) + ", " + std::to_string(config_.microbatches()) +
                   " microbatches a step | " + backend_.device->description() + " | transport " + binding_.transport);
   if (!binding_.table.empty()) progress_->note(binding_.table);
+  for (const std::string& line : checkpoints_->notes()) progress_->note(line);
 }
 
-void Trainer::run() {
+ExitCode Trainer::run() {
   open_run();
-  const auto steps = static_cast<std::uint32_t>(config_.training.train_iters);
   try {
-    for (std::uint32_t step = 1; step <= steps; ++step) {
-      train_step(step);
-      const std::int64_t interval = config_.training.eval_interval;
-      if (valid_data_ && interval > 0 && step % interval == 0 && step != steps) log_evaluation(step);
-    }
-    if (valid_data_) log_evaluation(steps);
-    if (out_of_domain_data_) report_.out_of_domain_loss = evaluate(*out_of_domain_data_);
-    if (valid_data_ && leads()) {
-      const std::int64_t windows = config_.training.eval_iters * config_.training.micro_batch_size;
-      report_.baselines = ngram_baseline(train_data_, *valid_data_, config_.model.vocab_size, windows);
-    }
+    if (!train_and_evaluate()) report_.status = "stopped";
   } catch (const NonFiniteError&) {
     report_.status = "failed";
     fill_report();
     throw;
   }
   fill_report();
+  return stopping_ ? ExitCode::kStoppedBySignal : ExitCode::kOk;
+}
+
+bool Trainer::train_and_evaluate() {
+  const auto steps = static_cast<std::uint32_t>(config_.training.train_iters);
+  for (auto step = static_cast<std::uint32_t>(position_.step) + 1; step <= steps; ++step) {
+    train_step(step);
+    const std::int64_t interval = config_.training.eval_interval;
+    if (valid_data_ && interval > 0 && step % interval == 0 && step != steps) log_evaluation(step);
+    if (checkpoints_->due(step, stopping_)) save();
+    if (stopping_) return false;
+  }
+  if (valid_data_) log_evaluation(steps);
+  if (out_of_domain_data_) report_.out_of_domain_loss = evaluate(*out_of_domain_data_);
+  if (valid_data_ && leads()) {
+    const std::int64_t windows = config_.training.eval_iters * config_.training.micro_batch_size;
+    report_.baselines = ngram_baseline(train_data_, *valid_data_, config_.model.vocab_size, windows);
+  }
+  return true;
+}
+
+void Trainer::save() {
+  position_.data = sampler_.position();
+  position_.skipped_steps = report_.skipped_steps;
+  position_.initial_train_loss = report_.initial_train_loss;
+  position_.final_train_loss = report_.final_train_loss;
+  const auto start = Clock::now();
+  const SavedCheckpoint saved = checkpoints_->save(*rank_, position_);
+  if (!leads()) return;
+  char ms[32];
+  std::snprintf(ms, sizeof ms, "%.0f ms", ms_since(start));
+  progress_->note("saved " + saved.folder + " in " + ms + ", parameters XXH3 " + saved.parameters_xxh3 +
+                  (saved.finite ? "" : "; its weights are not finite, so it is not the latest"));
 }
 
 void Trainer::train_step(std::uint32_t step) {
@@ -140,6 +183,8 @@ void Trainer::train_step(std::uint32_t step) {
   step_ms_.push_back(ms_since(start));
   const double slowest_ms = compare_ranks(step, step_ms_.back(), result.scalars.norm);
 
+  position_.step = step;
+  position_.learning_rate = lr;
   const double loss = result.loss_sum / static_cast<double>(config_.tokens_per_step());
   if (!report_.initial_train_loss) report_.initial_train_loss = loss;
   report_.final_train_loss = loss;
@@ -149,20 +194,27 @@ void Trainer::train_step(std::uint32_t step) {
     metrics_->append(record);
     progress_->step(record);
   }
+  if (signals_ != nullptr) {
+    signals_->set_status("step " + std::to_string(step) + " of " + std::to_string(config_.training.train_iters) +
+                         " is done, loss " + std::to_string(loss));
+  }
   if (skipped) {
     handle_skip(step, result.scalars);
   } else {
-    consecutive_skips_ = 0;
+    position_.consecutive_skips = 0;
   }
 }
 
-double Trainer::compare_ranks(std::uint32_t step, double ms, float norm) const {
+double Trainer::compare_ranks(std::uint32_t step, double ms, float norm) {
   const std::string norm_bits = std::to_string(std::bit_cast<std::uint32_t>(norm));
-  const std::vector<std::string> all = transport_->exchange(norm_bits + " " + std::to_string(ms), Group::kWorld);
+  const bool stop = signals_ != nullptr && signals_->stop_requested();
+  const std::vector<std::string> all =
+      transport_->exchange(norm_bits + " " + std::to_string(ms) + (stop ? " stop" : ""), Group::kWorld);
   double slowest_ms = 0.0;
   for (std::size_t r = 0; r < all.size(); ++r) {
     const std::size_t space = all[r].find(' ');
     slowest_ms = std::max(slowest_ms, std::stod(all[r].substr(space + 1)));
+    stopping_ = stopping_ || all[r].ends_with(" stop");
     if (all[r].substr(0, space) == norm_bits) continue;
     throw Error(ExitCode::kRuntime, "Step " + std::to_string(step) + ": rank " + std::to_string(r) +
                                         " has another gradient norm than rank " +
@@ -174,7 +226,7 @@ double Trainer::compare_ranks(std::uint32_t step, double ms, float norm) const {
 
 void Trainer::handle_skip(std::uint32_t step, const OptimizerScalars& scalars) {
   ++report_.skipped_steps;
-  ++consecutive_skips_;
+  ++position_.consecutive_skips;
   const std::string tensor =
       scalars.first_bad < 0 ? "the global norm" : "the gradient of " + rank_->model_parameter(scalars.first_bad).name;
   const std::string what = "Step " + std::to_string(step) + ": " + tensor + " is not finite";
@@ -182,8 +234,8 @@ void Trainer::handle_skip(std::uint32_t step, const OptimizerScalars& scalars) {
     throw NonFiniteError(
         what + "; weights are those before the step. Lower training.lr, or set training.on_nonfinite " + "to skip.");
   }
-  if (consecutive_skips_ > config_.training.max_skipped) {
-    throw NonFiniteError(what + " and " + std::to_string(consecutive_skips_) +
+  if (position_.consecutive_skips > config_.training.max_skipped) {
+    throw NonFiniteError(what + " and " + std::to_string(position_.consecutive_skips) +
                          " steps in a row were skipped, more than training.max_skipped; lower training.lr.");
   }
   if (leads()) progress_->note(what + "; the step is skipped.");

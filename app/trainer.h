@@ -7,11 +7,13 @@
 #include <string>
 #include <vector>
 
+#include "app/checkpointer.h"
 #include "app/config.h"
 #include "app/data/batch_sampler.h"
 #include "app/data/token_dataset.h"
 #include "app/progress.h"
 #include "app/report.h"
+#include "app/stop_signals.h"
 #include "core/runtime/pipeline_rank.h"
 #include "kernels/backend.h"
 
@@ -19,20 +21,26 @@ namespace qe {
 
 class Trainer {
  public:
-  // Collective over the job. Throws ConfigError when ranks do not have the same config, DataError for unusable data.
-  Trainer(const Config&, const std::string& command_line);
+  // Collective over the job. Throws ConfigError when ranks do not have the same config, DataError for unusable data,
+  // CheckpointError when the start cannot be used. `signals` may be null.
+  Trainer(const Config&, const StartOptions&, StopSignals* signals, const std::string& command_line);
   ~Trainer();
 
-  // Trains config.training.train_iters steps, evaluates, writes the report. Throws NonFiniteError on every rank alike
-  // when the policy says stop; the report then says failed.
-  void run();
+  // Trains up to step config.training.train_iters, evaluates, writes the report. Returns kStoppedBySignal after saving
+  // when any rank was asked to stop, else kOk. Throws NonFiniteError on every rank alike when the policy says stop; the
+  // report then says failed.
+  ExitCode run();
 
  private:
-  void agree_on_config() const;
+  void agree_on_config(const StartOptions&) const;
+  void start();
   void open_run();
+  bool train_and_evaluate();  // false: asked to stop
   void train_step(std::uint32_t step);
-  // Tells the ranks this one's step; returns the slowest rank's ms. Throws when ranks disagree on the gradient norm.
-  double compare_ranks(std::uint32_t step, double ms, float norm) const;
+  void save();
+  // Tells the ranks this one's step; returns the slowest rank's ms and notes whether any was asked to stop. Throws when
+  // ranks disagree on the gradient norm.
+  double compare_ranks(std::uint32_t step, double ms, float norm);
   void handle_skip(std::uint32_t step, const OptimizerScalars&);
   double evaluate(const TokenDataset&);
   void log_evaluation(std::int64_t step);
@@ -48,10 +56,13 @@ class Trainer {
   TokenDataset train_data_;
   std::optional<TokenDataset> valid_data_, out_of_domain_data_;
   BatchSampler sampler_;
+  StopSignals* signals_;
+  std::unique_ptr<Checkpointer> checkpoints_;
   std::unique_ptr<PipelineRank> rank_;
   std::vector<std::int32_t> tokens_, targets_;  // [M, T]
   std::vector<double> step_ms_;
-  int consecutive_skips_ = 0;
+  RunPosition position_;  // of the last step; losses and skips of the whole run
+  bool stopping_ = false;
   RunReport report_;
   // Rank 0 only.
   std::string run_directory_;

@@ -4,13 +4,15 @@
 #include <string>
 #include <vector>
 
+#include "app/checkpointer.h"
 #include "app/config.h"
+#include "app/stop_signals.h"
 
 namespace qe {
 
 // Between MPI_Init and MPI_Finalize, on every rank of a job that has config.ranks() ranks. `command_line` is for the
-// report.
-int run_train(const Config& config, const std::string& command_line);
+// report; `signals` may be null.
+int run_train(const Config& config, const StartOptions& options, StopSignals* signals, const std::string& command_line);
 
 struct BenchOptions {
   int steps = 20;      // measured complete optimizer steps; 0: none

@@ -3,10 +3,10 @@
 
 namespace qe {
 
-int run_train(const Config& config, const std::string& command_line) {
-  Trainer trainer(config, command_line);
-  trainer.run();
-  return 0;
+int run_train(const Config& config, const StartOptions& options, StopSignals* signals,
+              const std::string& command_line) {
+  Trainer trainer(config, options, signals, command_line);
+  return static_cast<int>(trainer.run());
 }
 
 }  // namespace qe

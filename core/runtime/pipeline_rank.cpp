@@ -161,6 +161,17 @@ std::vector<StateEntry> PipelineRank::state() const {
   return all;
 }
 
+std::vector<unsigned char> PipelineRank::read(const StateEntry& entry) { return read_entry(device_, *caller_, entry); }
+
+void PipelineRank::load(const StateEntry& entry, std::span<const unsigned char> bytes) {
+  write_entry(device_, *caller_, entry, bytes);
+}
+
+void PipelineRank::restore(Epoch epoch, std::uint64_t applied_updates) {
+  contract_->restore(epoch);
+  optimizer_->restore(applied_updates);
+}
+
 std::uint64_t PipelineRank::state_digest() {
   std::uint64_t digest = 0;
   for (const StateEntry& e : state()) {

@@ -61,6 +61,14 @@ class PipelineRank {
   [[nodiscard]] double capture_seconds() const noexcept { return capture_seconds_; }
   [[nodiscard]] std::vector<StateEntry> state() const;
   [[nodiscard]] std::uint64_t state_digest();  // XXH3 over state(), derived amaxes as 0
+  [[nodiscard]] std::uint64_t applied_updates() const noexcept { return optimizer_->applied_updates(); }  // Adam's t
+
+  // One entry of state() to and from the host, at a step boundary.
+  [[nodiscard]] std::vector<unsigned char> read(const StateEntry&);
+  void load(const StateEntry&, std::span<const unsigned char> bytes);
+  // After loading: the epoch and Adam's t go on from there, every cache is stale.
+  void restore(Epoch, std::uint64_t applied_updates);
+
   [[nodiscard]] QEffect& contract() noexcept { return *contract_; }
   [[nodiscard]] const std::vector<const TransformerStage*>& stages() const noexcept { return stage_list_; }
   [[nodiscard]] const Parameter& model_parameter(int global_index) const { return model_[global_index]; }

@@ -37,4 +37,10 @@ std::vector<unsigned char> read_entry(Device& device, Stream& stream, const Stat
   return bytes;
 }
 
+void write_entry(Device& device, Stream& stream, const StateEntry& entry, std::span<const unsigned char> bytes) {
+  QE_EXPECTS(entry.view.contiguous() && bytes.size() == entry.view.bytes(), "state is loaded in whole tensors");
+  device.upload(stream, entry.view.data, bytes.data(), bytes.size());
+  device.synchronize(stream);
+}
+
 }  // namespace qe

@@ -2,6 +2,7 @@
 // Entries carry global names and slices, never ranks, so that another cut of the model can load them (design.md 8).
 #pragma once
 
+#include <span>
 #include <string>
 #include <vector>
 
@@ -24,5 +25,7 @@ struct StateEntry {
 std::vector<StateEntry> state_dict(const TransformerStage&, const Optimizer&);
 // The entry's bytes on the host, derived values as 0. Waits for the stream.
 std::vector<unsigned char> read_entry(Device&, Stream&, const StateEntry&);
+// The inverse. Waits for the stream. `bytes` are as many as the view has.
+void write_entry(Device&, Stream&, const StateEntry&, std::span<const unsigned char> bytes);
 
 }  // namespace qe

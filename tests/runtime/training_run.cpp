@@ -45,7 +45,8 @@ RunOutcome run_training(const Config& config, const RunOptions& options) {
     const int rank = transport.rank(Group::kWorld);
     TraceProbe trace(device);
     PipelineRank pipeline(device, ops, transport, rank_config, plan, options.trace ? &trace : nullptr);
-    for (std::uint32_t step = 1; step <= static_cast<std::uint32_t>(options.steps); ++step) {
+    if (options.before_steps) options.before_steps(pipeline, transport);
+    for (std::uint32_t step = options.first_step; step <= static_cast<std::uint32_t>(options.steps); ++step) {
       const Batch batch = synthetic_batch(config, step);
       const auto replica = static_cast<std::size_t>(transport.rank(Group::kData));
       const std::size_t share = batch.tokens.size() / static_cast<std::size_t>(config.parallel.data);
@@ -57,6 +58,7 @@ RunOutcome run_training(const Config& config, const RunOptions& options) {
         outcome.scalars.push_back(result.scalars);
       }
       if (options.after_step) options.after_step(rank, pipeline, step);
+      if (options.at_boundary) options.at_boundary(pipeline, transport, step);
     }
     transport.barrier(Group::kWorld);
     const std::lock_guard lock(mutex);

@@ -21,6 +21,11 @@ struct RunOptions {
   std::uint64_t policy_seed = 0;
   // Called on each rank (world rank) after each step.
   std::function<void(int rank, PipelineRank&, std::uint32_t step)> after_step;
+  // A part of a run: steps first_step … steps, after before_steps has put the rank where the run stood. at_boundary is
+  // after_step with the transport.
+  std::uint32_t first_step = 1;
+  std::function<void(PipelineRank&, Transport&)> before_steps;
+  std::function<void(PipelineRank&, Transport&, std::uint32_t step)> at_boundary;
 };
 
 struct RunOutcome {

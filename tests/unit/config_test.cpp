@@ -162,7 +162,7 @@ TEST_CASE("features that do not exist are refused by name with a reason") {
   CHECK_THAT(refused({"model.dropout=0.1"}), ContainsSubstring("model.dropout: refused: there is no dropout"));
   CHECK_THAT(refused({"model.tie_embeddings=true"}), ContainsSubstring("tied embeddings"));
   CHECK_THAT(refused({"training.loss_mask=true"}), ContainsSubstring("masked targets"));
-  CHECK_THAT(refused({"checkpoint.dir=x"}), ContainsSubstring("checkpoint: refused: saving"));
+  CHECK_THAT(refused({"checkpoint.async=true"}), ContainsSubstring("checkpoint.async: refused: a step waits"));
   CHECK_THAT(refused({"execution.graph_scope=step"}), ContainsSubstring("wanted \"action\""));
   CHECK_THAT(refused({"execution.backend=cpu", "execution.transport=nccl"}),
              ContainsSubstring("execution.transport") && ContainsSubstring("wanted \"mpi\" or \"auto\""));

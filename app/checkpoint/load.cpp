@@ -1,0 +1,201 @@
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
+#include <map>
+
+#include "app/checkpoint/checkpoint.h"
+#include "app/checkpoint/safetensors.h"
+#include "core/error.h"
+
+namespace qe {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr char kLatest[] = "latest";
+
+std::optional<std::int64_t> as_step(const std::string& text) {
+  std::int64_t step = 0;
+  const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), step);
+  if (error != std::errc() || stop != text.data() + text.size() || step < 0) return std::nullopt;
+  return step;
+}
+
+// The folder that `wanted` names, a step or a path, if it is there.
+std::string named_folder(const std::string& dir, const std::string& wanted) {
+  const auto step = as_step(wanted);
+  const std::string folder = step ? path_in(dir, step_name(*step)) : wanted;
+  if (fs::is_directory(folder)) return folder;
+  throw CheckpointError("There is no checkpoint " + folder + "; " + dir + " has " + listed(steps_in(dir)) +
+                        ". Resume from one of those, or from \"latest\", which starts afresh where none is.");
+}
+
+// All ranks look at the folder together, each at its share of the files. The manifest, or why there is none.
+struct Verdict {
+  std::optional<Manifest> manifest;
+  std::string refusal;
+};
+Verdict examine(Transport& transport, const std::string& folder) {
+  Verdict verdict;
+  try {
+    const auto all = all_or_none(transport, [&]() -> std::string {
+      const std::string text = read_text_file(path_in(folder, kManifestName));
+      verdict.manifest = open_checkpoint(folder);
+      verify_files(folder, *verdict.manifest, transport.rank(Group::kWorld), transport.size(Group::kWorld));
+      return digest_of({reinterpret_cast<const unsigned char*>(text.data()), text.size()});
+    });
+    all_or_none(transport, [&]() -> std::string {
+      if (all[static_cast<std::size_t>(transport.rank(Group::kWorld))] == all.front()) return "";
+      throw CheckpointError(folder + " is another checkpoint here than on rank 0; name a folder that hosts share.");
+    });
+  } catch (const CheckpointError& e) {
+    verdict = {std::nullopt, e.what()};
+  }
+  return verdict;
+}
+
+// Tensors of a checkpoint by name, each file's header read once.
+class TensorReader {
+ public:
+  explicit TensorReader(const FoundCheckpoint& found) : folder_(found.folder) {
+    for (const ManifestTensor& t : found.manifest.tensors) by_name_.emplace(t.name, &t);
+  }
+
+  // What keeps the entry from being loaded; empty: nothing.
+  std::string mismatch(const StateEntry& e) {
+    const auto at = by_name_.find(e.name);
+    if (at == by_name_.end()) return e.name + " is missing";
+    const ManifestTensor& t = *at->second;
+    const auto shape = [](const Shape& s) { return std::to_string(s.rows) + " x " + std::to_string(s.cols); };
+    if (t.dtype != e.view.dtype) {
+      return e.name + " is " + safetensors_name(t.dtype) + ", wanted " + safetensors_name(e.view.dtype);
+    }
+    if (t.global_shape != e.global_shape || t.offset != e.offset || t.shape != e.view.shape) {
+      return e.name + " is " + shape(t.shape) + ", wanted " + shape(e.view.shape);
+    }
+    const auto stored = tensors_of(t.file).find(e.name);
+    if (stored == tensors_of(t.file).end() || stored->second.dtype != t.dtype || stored->second.shape != t.shape) {
+      return e.name + " is not in " + path_in(folder_, t.file) + " as the manifest says";
+    }
+    return "";
+  }
+
+  std::vector<unsigned char> read(const StateEntry& e) {
+    const ManifestTensor& t = *by_name_.at(e.name);
+    const StoredTensor& stored = tensors_of(t.file).at(e.name);
+    std::vector<unsigned char> bytes(stored.bytes());
+    files_.at(t.file).file->read(stored.offset, bytes);
+    require_digest(e, bytes, "in " + files_.at(t.file).file->path());
+    return bytes;
+  }
+
+  void require_digest(const StateEntry& e, const std::vector<unsigned char>& bytes, const std::string& where) const {
+    const std::string digest = digest_of(bytes), wanted = by_name_.at(e.name)->xxh3;
+    if (digest == wanted) return;
+    throw CheckpointError(e.name + " has the XXH3 digest " + digest + " " + where + ", wanted " + wanted +
+                          "; use another checkpoint.");
+  }
+
+ private:
+  struct OpenFile {
+    std::unique_ptr<InputFile> file;
+    std::map<std::string, StoredTensor> tensors;
+  };
+  const std::map<std::string, StoredTensor>& tensors_of(const std::string& name) {
+    OpenFile& open = files_[name];
+    if (!open.file) {
+      open.file = std::make_unique<InputFile>(path_in(folder_, name));
+      for (StoredTensor& t : read_safetensors_header(*open.file)) open.tensors.emplace(t.name, t);
+    }
+    return open.tensors;
+  }
+
+  std::string folder_;
+  std::map<std::string, const ManifestTensor*> by_name_;
+  std::map<std::string, OpenFile> files_;
+};
+
+void require_fitting(TensorReader& reader, const std::vector<StateEntry>& entries, const std::string& folder) {
+  std::string lines;
+  int faults = 0;
+  for (const StateEntry& e : entries) {
+    const std::string mismatch = reader.mismatch(e);
+    if (mismatch.empty()) continue;
+    if (++faults <= 10) lines += "\n  " + mismatch;
+  }
+  if (faults == 0) return;
+  throw CheckpointError(folder + " does not fit this model in " + std::to_string(faults) + " tensor(s):" + lines +
+                        (faults > 10 ? "\n  …" : "") + "\nUse the config of its manifest.json.");
+}
+
+bool is_weight(const std::string& name) { return name.starts_with("master."); }
+
+}  // namespace
+
+std::optional<FoundCheckpoint> find_checkpoint(Transport& transport, const std::string& dir,
+                                               const std::string& wanted) {
+  // Rank 0 looks around; the others look where it says.
+  const std::vector<std::string> told = all_or_none(transport, [&]() -> std::string {
+    if (transport.rank(Group::kWorld) != 0) return "";
+    if (wanted != kLatest) return named_folder(dir, wanted) + "\n";
+    std::string lines;
+    for (const std::int64_t step : candidates_in(dir)) lines += path_in(dir, step_name(step)) + "\n";
+    return lines;
+  });
+  FoundCheckpoint found;
+  if (wanted == kLatest) {
+    for (const std::string& name : unfinished_in(dir)) {
+      found.passed_over.push_back(path_in(dir, name) + " was not finished.");
+    }
+  }
+  const std::size_t unfinished = found.passed_over.size();
+  const std::string& folders = told.front();
+  for (std::size_t at = 0, end = 0; at < folders.size(); at = end + 1) {
+    end = folders.find('\n', at);
+    const std::string folder = folders.substr(at, end - at);
+    Verdict verdict = examine(transport, folder);
+    if (verdict.manifest && (verdict.manifest->finite || wanted != kLatest)) {
+      found.folder = folder;
+      found.manifest = std::move(*verdict.manifest);
+      return found;
+    }
+    found.passed_over.push_back(verdict.manifest ? folder + " holds weights that are not finite." : verdict.refusal);
+  }
+  if (found.passed_over.size() == unfinished) return std::nullopt;
+  std::string lines;
+  for (const std::string& line : found.passed_over) lines += "\n  " + line;
+  throw CheckpointError("No checkpoint of " + (wanted == kLatest ? dir : wanted) + " can be used:" + lines);
+}
+
+void load_checkpoint(Transport& transport, PipelineRank& rank, const FoundCheckpoint& found, Restored what) {
+  std::vector<StateEntry> entries = rank.state();
+  if (what == Restored::kWeights) std::erase_if(entries, [](const StateEntry& e) { return !is_weight(e.name); });
+  TensorReader reader(found);
+  const std::vector<std::string> counts = all_or_none(transport, [&] {
+    require_fitting(reader, entries, found.folder);
+    return std::to_string(entries.size());
+  });
+  std::size_t loaded = 0, stored = 0;
+  for (int r = 0; r < transport.size(Group::kPipeline); ++r) loaded += std::stoull(counts[static_cast<std::size_t>(r)]);
+  for (const ManifestTensor& t : found.manifest.tensors) {
+    stored += what == Restored::kEverything || is_weight(t.name) ? 1 : 0;
+  }
+  if (loaded != stored) {
+    throw CheckpointError(found.folder + " has " + std::to_string(stored) + " tensors and this model " +
+                          std::to_string(loaded) + "; use the config of its manifest.json.");
+  }
+  all_or_none(transport, [&]() -> std::string {
+    for (const StateEntry& e : entries) {
+      rank.load(e, reader.read(e));
+      reader.require_digest(e, rank.read(e), "on the device");
+    }
+    return "";
+  });
+  if (what == Restored::kEverything) {
+    rank.restore(found.manifest.position.epoch, found.manifest.position.applied_updates);
+  } else {
+    rank.restore(0, 0);
+  }
+}
+
+}  // namespace qe

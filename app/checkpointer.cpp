@@ -1,0 +1,89 @@
+#include "app/checkpointer.h"
+
+#include <filesystem>
+
+#include "app/environment.h"
+#include "core/error.h"
+
+namespace qe {
+namespace {
+
+std::vector<DataFile> files_of(const TokenDataset& data) {
+  std::vector<DataFile> files;
+  for (const TokenFile& f : data.files()) {
+    const std::filesystem::path path = f.path();
+    files.push_back({path.filename().string(), f.size(), static_cast<std::int64_t>(std::filesystem::file_size(path))});
+  }
+  return files;
+}
+
+std::string line_of(const KeyChange& c) { return c.key + " " + c.stored + " -> " + c.now; }
+
+}  // namespace
+
+Checkpointer::Checkpointer(const Config& config, const StartOptions& options, Transport& transport,
+                           const TokenDataset& train)
+    : config_(config),
+      transport_(transport),
+      storage_(make_disk_storage()),
+      train_files_(files_of(train)),
+      windows_(train.windows()) {
+  const std::string& dir = config_.checkpoint.dir;
+  if (!dir.empty()) probe_shared_folder(*storage_, transport_, dir);
+  if (options.resume) found_ = find_checkpoint(transport_, dir, *options.resume);
+  if (found_) {
+    resumed_ = compare_for_resume(found_->manifest, found_->folder, config_, train_files_, options.overrides);
+    resumed_->from = found_->folder;
+    resumed_->step = found_->manifest.position.step;
+    resumed_->passed_over = found_->passed_over;
+  } else if (!options.init_from.empty()) {
+    found_ = find_checkpoint(transport_, dir, options.init_from);
+    require_same_model(found_->manifest, found_->folder, config_);
+  }
+}
+
+Checkpointer::~Checkpointer() = default;
+
+std::vector<std::string> Checkpointer::notes() const {
+  std::vector<std::string> lines;
+  if (!found_) return lines;
+  for (const std::string& why : found_->passed_over) lines.push_back("passed over: " + why);
+  const std::string weights = ", parameters XXH3 " + found_->manifest.parameters_xxh3;
+  if (!resumed_) {
+    lines.push_back("weights from " + found_->folder + weights);
+    return lines;
+  }
+  lines.push_back("resumed from " + found_->folder + " after step " + std::to_string(resumed_->step) + weights);
+  for (const KeyChange& c : resumed_->overridden) lines.push_back("overridden: " + line_of(c));
+  for (const KeyChange& c : resumed_->changed) lines.push_back("changed: " + line_of(c));
+  if (resumed_->data_restarted) lines.push_back("the training data are read from their beginning");
+  return lines;
+}
+
+RunPosition Checkpointer::load(PipelineRank& rank) {
+  if (!found_) return {};
+  load_checkpoint(transport_, rank, *found_, resumed_ ? Restored::kEverything : Restored::kWeights);
+  if (!resumed_) return {};
+  RunPosition position = found_->manifest.position;
+  if (resumed_->data_restarted) position.data = {};
+  return position;
+}
+
+bool Checkpointer::due(std::int64_t step, bool stopping) const noexcept {
+  const CheckpointSection& c = config_.checkpoint;
+  if (c.dir.empty()) return false;
+  return stopping || step == config_.training.train_iters || (c.interval > 0 && step % c.interval == 0);
+}
+
+SavedCheckpoint Checkpointer::save(PipelineRank& rank, const RunPosition& position) {
+  Manifest about;
+  about.position = position;
+  about.data_windows = windows_;
+  about.train_files = train_files_;
+  about.config = nlohmann::ordered_json::parse(dump_config(config_));
+  about.environment = nlohmann::ordered_json::parse(environment_json());
+  const CheckpointSection& c = config_.checkpoint;
+  return save_checkpoint(*storage_, transport_, rank, c.dir, {c.keep_last, c.keep_every}, std::move(about));
+}
+
+}  // namespace qe
