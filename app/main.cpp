@@ -24,6 +24,7 @@ struct CommandLine {
   std::string resume;
   TokenizeOptions tokenize;
   BenchOptions bench;
+  InspectOptions inspect;
   bool help_config = false;
   bool schema_markdown = false;
   std::string text;  // as typed, for the report
@@ -120,10 +121,12 @@ void declare_options(CLI::App& app, CommandLine& line) {
   CLI::App* train = app.add_subcommand("train", "Train a model");
   add_config_options(*train, line);
 
-  train->add_option("--resume", line.resume, "Go on from a checkpoint: latest, a step, or a checkpoint's folder")
-      ->expected(0, 1)
-      ->type_name("[latest|STEP|DIR]")
-      ->each([&line](const std::string& text) { line.start.resume = text.empty() ? "latest" : text; });
+  CLI::Option* resume =
+      train->add_option("--resume", line.resume, "Go on from a checkpoint: latest, a step, or a checkpoint's folder");
+  resume->expected(0, 1)->type_name("[latest|STEP|DIR]");
+  train->final_callback([&line, resume] {
+    if (resume->count() > 0) line.start.resume = line.resume.empty() ? "latest" : line.resume;
+  });
   train->add_option("--override", line.start.overrides,
                     "With --resume: a key that may differ from the checkpoint's; may be repeated");
   train->add_option("--init-from", line.start.init_from, "Start a new run with the weights of a checkpoint's folder");
@@ -144,6 +147,12 @@ void declare_options(CLI::App& app, CommandLine& line) {
   tokenize->add_option("--output", line.tokenize.output, "Token file to write (llm.c, uint16)")->required();
   tokenize->add_flag("--force", line.tokenize.force, "Replace the output if it exists");
 
+  CLI::App* inspect = app.add_subcommand("inspect", "Print what a checkpoint holds, or where two differ");
+  inspect->add_option("checkpoint", line.inspect.checkpoint, "A checkpoint's folder, or a folder of checkpoints");
+  inspect->add_flag("--verify", line.inspect.verify, "Read every byte and hold it against its digest");
+  inspect->add_option("--diff", line.inspect.diff, "Compare two checkpoints by tensor name; exits 1 when they differ")
+      ->expected(2);
+
   CLI::App* schema = app.add_subcommand("schema", "Print the JSON Schema of the config");
   schema->add_flag("--markdown", line.schema_markdown, "Print the page of keys instead");
 }
@@ -153,10 +162,11 @@ int dispatch(const CLI::App& app, const CommandLine& line) {
   if (app.got_subcommand("train")) return train(line);
   if (app.got_subcommand("bench")) return bench(line);
   if (app.got_subcommand("tokenize")) return run_tokenize(line.tokenize);
+  if (app.got_subcommand("inspect")) return run_inspect(line.inspect);
   if (app.got_subcommand("schema")) {
     return std::fputs((line.schema_markdown ? config_markdown() : config_schema()).c_str(), stdout) < 0 ? 1 : 0;
   }
-  throw UsageError("There is no command; use train, bench, tokenize or schema, or see qeffect --help.");
+  throw UsageError("There is no command; use train, bench, tokenize, inspect or schema, or see qeffect --help.");
 }
 
 int run(int argc, char** argv) {

@@ -1,10 +1,9 @@
 #include <algorithm>
 #include <charconv>
 #include <filesystem>
-#include <map>
 
 #include "app/checkpoint/checkpoint.h"
-#include "app/checkpoint/safetensors.h"
+#include "app/checkpoint/tensor_reader.h"
 #include "core/error.h"
 
 namespace qe {
@@ -54,74 +53,27 @@ Verdict examine(Transport& transport, const std::string& folder) {
   return verdict;
 }
 
-// Tensors of a checkpoint by name, each file's header read once.
-class TensorReader {
- public:
-  explicit TensorReader(const FoundCheckpoint& found) : folder_(found.folder) {
-    for (const ManifestTensor& t : found.manifest.tensors) by_name_.emplace(t.name, &t);
+// What keeps the entry from being loaded; empty: nothing.
+std::string mismatch(TensorReader& reader, const StateEntry& e) {
+  const ManifestTensor* t = reader.find(e.name);
+  if (t == nullptr) return e.name + " is missing";
+  const auto shape = [](const Shape& s) { return std::to_string(s.rows) + " x " + std::to_string(s.cols); };
+  if (t->dtype != e.view.dtype) {
+    return e.name + " is " + safetensors_name(t->dtype) + ", wanted " + safetensors_name(e.view.dtype);
   }
-
-  // What keeps the entry from being loaded; empty: nothing.
-  std::string mismatch(const StateEntry& e) {
-    const auto at = by_name_.find(e.name);
-    if (at == by_name_.end()) return e.name + " is missing";
-    const ManifestTensor& t = *at->second;
-    const auto shape = [](const Shape& s) { return std::to_string(s.rows) + " x " + std::to_string(s.cols); };
-    if (t.dtype != e.view.dtype) {
-      return e.name + " is " + safetensors_name(t.dtype) + ", wanted " + safetensors_name(e.view.dtype);
-    }
-    if (t.global_shape != e.global_shape || t.offset != e.offset || t.shape != e.view.shape) {
-      return e.name + " is " + shape(t.shape) + ", wanted " + shape(e.view.shape);
-    }
-    const auto stored = tensors_of(t.file).find(e.name);
-    if (stored == tensors_of(t.file).end() || stored->second.dtype != t.dtype || stored->second.shape != t.shape) {
-      return e.name + " is not in " + path_in(folder_, t.file) + " as the manifest says";
-    }
-    return "";
+  if (t->global_shape != e.global_shape || t->offset != e.offset || t->shape != e.view.shape) {
+    return e.name + " is " + shape(t->shape) + ", wanted " + shape(e.view.shape);
   }
-
-  std::vector<unsigned char> read(const StateEntry& e) {
-    const ManifestTensor& t = *by_name_.at(e.name);
-    const StoredTensor& stored = tensors_of(t.file).at(e.name);
-    std::vector<unsigned char> bytes(stored.bytes());
-    files_.at(t.file).file->read(stored.offset, bytes);
-    require_digest(e, bytes, "in " + files_.at(t.file).file->path());
-    return bytes;
-  }
-
-  void require_digest(const StateEntry& e, const std::vector<unsigned char>& bytes, const std::string& where) const {
-    const std::string digest = digest_of(bytes), wanted = by_name_.at(e.name)->xxh3;
-    if (digest == wanted) return;
-    throw CheckpointError(e.name + " has the XXH3 digest " + digest + " " + where + ", wanted " + wanted +
-                          "; use another checkpoint.");
-  }
-
- private:
-  struct OpenFile {
-    std::unique_ptr<InputFile> file;
-    std::map<std::string, StoredTensor> tensors;
-  };
-  const std::map<std::string, StoredTensor>& tensors_of(const std::string& name) {
-    OpenFile& open = files_[name];
-    if (!open.file) {
-      open.file = std::make_unique<InputFile>(path_in(folder_, name));
-      for (StoredTensor& t : read_safetensors_header(*open.file)) open.tensors.emplace(t.name, t);
-    }
-    return open.tensors;
-  }
-
-  std::string folder_;
-  std::map<std::string, const ManifestTensor*> by_name_;
-  std::map<std::string, OpenFile> files_;
-};
+  return reader.stored_as_listed(*t) ? "" : e.name + " is not in " + t->file + " as the manifest says";
+}
 
 void require_fitting(TensorReader& reader, const std::vector<StateEntry>& entries, const std::string& folder) {
   std::string lines;
   int faults = 0;
   for (const StateEntry& e : entries) {
-    const std::string mismatch = reader.mismatch(e);
-    if (mismatch.empty()) continue;
-    if (++faults <= 10) lines += "\n  " + mismatch;
+    const std::string fault = mismatch(reader, e);
+    if (fault.empty()) continue;
+    if (++faults <= 10) lines += "\n  " + fault;
   }
   if (faults == 0) return;
   throw CheckpointError(folder + " does not fit this model in " + std::to_string(faults) + " tensor(s):" + lines +
@@ -170,7 +122,7 @@ std::optional<FoundCheckpoint> find_checkpoint(Transport& transport, const std::
 void load_checkpoint(Transport& transport, PipelineRank& rank, const FoundCheckpoint& found, Restored what) {
   std::vector<StateEntry> entries = rank.state();
   if (what == Restored::kWeights) std::erase_if(entries, [](const StateEntry& e) { return !is_weight(e.name); });
-  TensorReader reader(found);
+  TensorReader reader(found.folder, found.manifest);
   const std::vector<std::string> counts = all_or_none(transport, [&] {
     require_fitting(reader, entries, found.folder);
     return std::to_string(entries.size());
@@ -186,8 +138,9 @@ void load_checkpoint(Transport& transport, PipelineRank& rank, const FoundCheckp
   }
   all_or_none(transport, [&]() -> std::string {
     for (const StateEntry& e : entries) {
-      rank.load(e, reader.read(e));
-      reader.require_digest(e, rank.read(e), "on the device");
+      const ManifestTensor& t = *reader.find(e.name);
+      rank.load(e, reader.read(t));
+      require_digest(t, rank.read(e), "on the device");
     }
     return "";
   });

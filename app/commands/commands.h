@@ -32,6 +32,15 @@ struct TokenizeOptions {
 // the output exists and force is off.
 int run_tokenize(const TokenizeOptions& options);
 
+struct InspectOptions {
+  std::string checkpoint;         // a checkpoint's folder, or a folder of checkpoints: its latest; empty with diff
+  bool verify = false;            // read every byte and hold it against its digest
+  std::vector<std::string> diff;  // two of them
+};
+// Prints what a checkpoint holds, or where two differ (then 1 when they do). Throws CheckpointError when one cannot be
+// used. Needs no MPI.
+int run_inspect(const InspectOptions& options);
+
 // Throws DataError when the data section names files that training or evaluation could not use. Needs no MPI, so that a
 // job is refused before it starts.
 void check_data(const Config& config);
