@@ -40,11 +40,12 @@ Tensor GradMemory::group(unsigned char* base, const ParameterOffsets& offsets, D
                          int count) const {
   const std::int64_t offset = offsets.offset[static_cast<std::size_t>(first)];
   QE_EXPECTS(offset >= 0, "the parameter has memory of this kind");
+  const bool vector = (*parameters_)[first].kind == ParameterKind::kVector;  // a matrix may have one row as well
   Shape shape = (*parameters_)[first].shape;
   for (int i = first + 1; i < first + count; ++i) {
     QE_EXPECTS((*parameters_)[i].adjacent, "parameters of a group are adjacent");
-    std::int64_t& growing = shape.rows == 1 ? shape.cols : shape.rows;
-    growing += shape.rows == 1 ? (*parameters_)[i].shape.cols : (*parameters_)[i].shape.rows;
+    std::int64_t& growing = vector ? shape.cols : shape.rows;
+    growing += vector ? (*parameters_)[i].shape.cols : (*parameters_)[i].shape.rows;
   }
   return make_tensor(base + offset * static_cast<std::int64_t>(size_of(dtype)), dtype, shape);
 }

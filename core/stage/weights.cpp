@@ -15,8 +15,8 @@ Tensor StageWeights::master_group(int first, int count) const {
   Shape shape = parameters_[first].shape;
   for (int i = first + 1; i < first + count; ++i) {
     QE_EXPECTS(parameters_[i].adjacent, "parameters of a group are adjacent");
-    // Vectors lengthen, matrices grow downwards.
-    if (shape.rows == 1) {
+    // Vectors lengthen, matrices grow downwards: by kind, since a matrix may have one row as well.
+    if (parameters_[first].kind == ParameterKind::kVector) {
       shape.cols += parameters_[i].shape.cols;
     } else {
       shape.rows += parameters_[i].shape.rows;

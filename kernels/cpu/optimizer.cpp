@@ -27,6 +27,20 @@ QE_CPU_CLONES void load_bf16(const Bf16* from, float* to, std::int64_t n) {
 QE_CPU_CLONES void add_bf16(const Bf16* from, float* to, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) to[i] += to_float(from[i]);
 }
+QE_CPU_CLONES void add_f32(const float* from, float* to, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) to[i] += from[i];
+}
+
+// sum = view's n elements from `at`, or sum += them.
+void add_view(const Tensor& view, std::int64_t at, bool first, float* sum, std::int64_t n) {
+  if (view.dtype == DType::kF32) {
+    const float* from = view.as<float>() + at;
+    first ? static_cast<void>(std::copy_n(from, n, sum)) : add_f32(from, sum, n);
+  } else {
+    const Bf16* from = view.as<Bf16>() + at;
+    first ? load_bf16(from, sum, n) : add_bf16(from, sum, n);
+  }
+}
 
 // Adds in a fixed binary tree whose shape is the count's binary digits: two sums of equal size become one.
 class PairwiseSum {
@@ -83,8 +97,7 @@ const float* gather_chunk(const GradientItem& item, std::int64_t row, std::int64
   float* sum = item.gradient.as<float>() + at;
   bool first = true;
   for (const Tensor& view : item.microbatch) {
-    const Bf16* from = view.as<Bf16>() + row * view.row_pitch + col;
-    first ? load_bf16(from, sum, n) : add_bf16(from, sum, n);
+    add_view(view, row * view.row_pitch + col, first, sum, n);
     first = false;
   }
   return sum;
@@ -95,8 +108,8 @@ void require_norm_types(const GradientItem& item) {
   QE_EXPECTS(type == DType::kF32 || (type == DType::kBF16 && item.microbatch.empty()),
              "gradient_norm takes an FP32 or BF16 main gradient, FP32 where microbatch views are summed into it");
   for (const Tensor& view : item.microbatch) {
-    QE_EXPECTS(view.dtype == DType::kBF16 && view.shape == item.gradient.shape,
-               "gradient_norm sums BF16 microbatch views of the main gradient's shape");
+    QE_EXPECTS((view.dtype == DType::kBF16 || view.dtype == DType::kF32) && view.shape == item.gradient.shape,
+               "gradient_norm sums BF16 or FP32 microbatch views of the main gradient's shape");
   }
 }
 

@@ -144,4 +144,34 @@ TEST_CASE("every precision, head, format, scale update and moment type is indepe
   }
 }
 
+TEST_CASE("under fp32, the oracle, views give the same bytes in every placement, mapping and mode") {
+  const Overrides fp32{"precision.compute=fp32"};
+  const TraceRecords reference = trace_of(fp32 + kReference, 2);
+  for (const Overrides& placement : kViews) {
+    for (const Overrides& mapping : kMappings) {
+      for (const Overrides& mode : kModes) {
+        const Overrides cell = fp32 + mapping + mode + placement;
+        require_equal(reference, trace_of(cell, 2), cell);
+      }
+    }
+  }
+  // The views are not rounded, so that only the order of summation parts them from one main gradient.
+  const float views = run_training(test_config(fp32 + kReference), {.steps = 1}).scalars[0].norm;
+  const float one = run_training(test_config(fp32), {.steps = 1}).scalars[0].norm;
+  CHECK(std::abs(views / one - 1.0f) < 1e-6f);
+}
+
+TEST_CASE("a model one wide, whose matrices have one row, trains alike under every mapping and placement") {
+  const Overrides narrow{"precision.compute=bf16", "model.hidden_size=1", "model.num_attention_heads=1",
+                         "model.ffn_hidden_size=1"};
+  const TraceRecords reference = trace_of(narrow + kReference, 2);
+  for (const Overrides& placement : kViews) {
+    for (const Overrides& mapping : kMappings) {
+      const Overrides cell = narrow + mapping + placement;
+      require_equal(reference, trace_of(cell, 2), cell);
+    }
+  }
+  CHECK(run_training(test_config(narrow), {.steps = 1}).losses.size() == 1);
+}
+
 }  // namespace qe::testing
