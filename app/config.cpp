@@ -1,16 +1,21 @@
 // JSON → Config → JSON by way of the key table.
 #include "app/config.h"
 
+#include <algorithm>
+#include <cerrno>
 #include <cmath>
+#include <cstdio>
+#include <cstring>
 #include <filesystem>
-#include <fstream>
+#include <limits>
 #include <numbers>
-#include <sstream>
+#include <optional>
 
 #include "app/config_check.h"
 #include "app/config_faults.h"
 #include "app/config_json.h"
 #include "app/config_keys.h"
+#include "app/regular_file.h"
 #include "core/error.h"
 
 namespace qe {
@@ -52,12 +57,16 @@ std::string suggestion(const std::vector<std::string>& names) {
 }
 
 std::string shown(const Json& value) {
-  std::string text = value.dump();
-  return text.size() > 60 ? text.substr(0, 57) + "..." : text;
+  return shortened(value.dump(-1, ' ', false, Json::error_handler_t::replace), 60);
 }
 
+// What the key's user will see of a number.
+double as_used(const KeySpec& key, double x) { return key.single ? static_cast<double>(static_cast<float>(x)) : x; }
+
 bool in_range(const KeySpec& key, const Json& v) {
-  const double x = v.get<double>();
+  const double given = v.get<double>();
+  const double x = as_used(key, given);
+  if (x == 0 && given != 0) return false;  // zero often means off, so that nothing may become it
   return (key.above_minimum ? x > key.minimum : x >= key.minimum) &&
          (key.below_maximum ? x < key.maximum : x <= key.maximum);
 }
@@ -93,6 +102,19 @@ bool acceptable(const KeySpec& key, const Json& v) {
   return false;
 }
 
+// The float in range that is nearest to x; as many digits as tell floats apart.
+std::string nearest_single(const KeySpec& key, double x) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  float low = static_cast<float>(key.minimum), high = static_cast<float>(key.maximum);
+  if (key.above_minimum) low = std::nextafter(low, kInfinity);
+  if (key.below_maximum) high = std::nextafter(high, -kInfinity);
+  float nearest = static_cast<float>(std::clamp<double>(x, low, high));
+  if (nearest == 0 && x > 0) nearest = std::numeric_limits<float>::denorm_min();
+  char text[32];
+  std::snprintf(text, sizeof text, "%.9g", static_cast<double>(nearest));
+  return text;
+}
+
 std::string nearest_value(const KeySpec& key, const Json& v) {
   if (v.is_string() && !key.choices.empty()) {
     const auto names = nearest_names(v.get<std::string>(), key.choices);
@@ -102,6 +124,7 @@ std::string nearest_value(const KeySpec& key, const Json& v) {
     const double x = std::clamp(std::round(v.get<double>()), key.minimum, key.maximum);
     return "; the nearest is " + std::to_string(static_cast<std::int64_t>(x));
   }
+  if (key.single && v.is_number()) return "; the nearest is " + nearest_single(key, v.get<double>());
   return "";
 }
 
@@ -202,18 +225,21 @@ Config parse_config(const std::string& json_text, const std::string& source_name
 }
 
 Config load_config(const std::string& path, const std::vector<std::string>& overrides) {
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  if (!file || std::filesystem::is_directory(path) || !(text << file.rdbuf())) {
-    throw ConfigError("Cannot read the config file " + path + "; wanted a JSON file, name one by --config.");
+  const RegularFile file(path);
+  const auto text = file.failure().empty() ? file.read_all() : std::nullopt;
+  if (!text) {
+    throw ConfigError(
+        "The config file " + path + " " +
+        (file.failure().empty() ? std::string("cannot be read: ") + std::strerror(errno) : file.failure()) +
+        "; wanted a JSON file, name one by --config.");
   }
-  return parse_config(text.str(), path, overrides);
+  return parse_config(*text, path, overrides);
 }
 
 std::string dump_config(const Config& config) {
   Json root = Json::object();
   for (const KeySpec& key : key_table()) root[key.section][key.name] = key.get(config);
-  return root.dump(2) + "\n";
+  return root.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 
 double learning_rate(const TrainingSection& t, std::int64_t step) noexcept {

@@ -60,7 +60,7 @@ std::string KeySpec::range() const {
     case ValueType::kInteger:
       return "an integer " + bounds();
     case ValueType::kNumber:
-      return "a number " + bounds();
+      return (single ? "an FP32 number " : "a number ") + bounds();
     case ValueType::kIntegerList:
       return "a list of integers " + bounds();
     case ValueType::kStringList:

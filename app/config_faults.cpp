@@ -51,7 +51,7 @@ class Best {
 }  // namespace
 
 void Faults::add(const std::string& path, const std::string& sentence) {
-  lines_.push_back(path + ": " + sentence);
+  lines_.push_back(shortened(path, 100) + ": " + sentence);
   paths_.insert(path);
 }
 
@@ -65,6 +65,17 @@ void Faults::throw_if_any(const std::string& source) const {
       source + (lines_.size() == 1 ? " has a fault:" : " has " + std::to_string(lines_.size()) + " faults:");
   for (const std::string& line : lines_) message += "\n  " + line;
   throw ConfigError(message);
+}
+
+std::string shortened(const std::string& text, std::size_t most) {
+  if (text.size() <= most) return text;
+  std::size_t end = most - 3;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // the middle of a character
+  return text.substr(0, end) + "...";
+}
+
+std::string counted(std::int64_t count, const std::string& what) {
+  return std::to_string(count) + " " + what + (count == 1 ? "" : "s");
 }
 
 std::string join(const std::vector<std::string>& parts) {

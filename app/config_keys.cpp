@@ -10,6 +10,8 @@ namespace {
 template <class Enum>
 using Names = std::vector<std::pair<std::string, Enum>>;
 
+constexpr double kMostSteps = 4e9;  // a step's number is held in 32 bits
+
 // Builds the rows of one section. `field` is a callable Config& → the member.
 class Section {
  public:
@@ -32,6 +34,13 @@ class Section {
     spec.maximum = maximum;
     spec.set = [field](Config& c, const Json& v) { return field(c) = v.get<double>(), true; };
     spec.get = [field](const Config& c) { return Json(field(const_cast<Config&>(c))); };
+    return spec;
+  }
+  // A number that the arithmetic takes as FP32.
+  template <class Field>
+  KeySpec& single(const char* key, double minimum, double maximum, Field field, const char* meaning) {
+    KeySpec& spec = number(key, minimum, maximum, field, meaning);
+    spec.single = true;
     return spec;
   }
   template <class Enum, class Field>
@@ -66,12 +75,14 @@ class Section {
     spec.get = [field](const Config& c) { return Json(field(const_cast<Config&>(c))); };
     return spec;
   }
-  // One string stands for a list of one.
+  // One string stands for a list of one, the empty one for an empty list.
   template <class Field>
   KeySpec& texts(const char* key, Field field, const char* meaning) {
     KeySpec& spec = row(key, ValueType::kStringList, meaning);
     spec.set = [field](Config& c, const Json& v) {
-      field(c) = v.is_string() ? std::vector{v.get<std::string>()} : v.get<std::vector<std::string>>();
+      field(c) = v == ""         ? std::vector<std::string>{}
+                 : v.is_string() ? std::vector{v.get<std::string>()}
+                                 : v.get<std::vector<std::string>>();
       return true;
     };
     spec.get = [field](const Config& c) { return Json(field(const_cast<Config&>(c))); };
@@ -151,15 +162,15 @@ void add_numerics(std::vector<KeySpec>& table) {
 
 void add_training(std::vector<KeySpec>& table) {
   Section s(table, "training");
-  s.integer("train_iters", 0, 1e12, QE_FIELD(training.train_iters),
+  s.integer("train_iters", 0, kMostSteps, QE_FIELD(training.train_iters),
             "optimizer steps, skipped ones counted; 0: evaluate only");
   s.integer("seq_length", 1, 16777216, QE_FIELD(training.seq_length), "tokens of one sequence");
   s.integer("micro_batch_size", 1, 65536, QE_FIELD(training.micro_batch_size), "sequences of one microbatch");
   s.integer("global_batch_size", 1, 16777216, QE_FIELD(training.global_batch_size),
             "sequences of one step over all microbatches and replicas");
   s.integer("seed", 0, 9007199254740991.0, QE_FIELD(training.seed), "of the initial parameters and the data order");
-  s.number("lr", 0, 1e6, QE_FIELD(training.lr), "peak learning rate");
-  s.number("min_lr", 0, 1e6, QE_FIELD(training.min_lr), "learning rate at the end of the decay");
+  s.single("lr", 0, 1e6, QE_FIELD(training.lr), "peak learning rate");
+  s.single("min_lr", 0, 1e6, QE_FIELD(training.min_lr), "learning rate at the end of the decay");
   s.choice<LrSchedule>("lr_schedule",
                        {{"constant", LrSchedule::kConstant},
                         {"cosine", LrSchedule::kCosine},
@@ -167,8 +178,8 @@ void add_training(std::vector<KeySpec>& table) {
                         {"wsd", LrSchedule::kWsd}},
                        QE_FIELD(training.lr_schedule),
                        "after the warm-up; wsd stays at lr and falls linearly at the end");
-  s.integer("lr_warmup_iters", 0, 1e12, QE_FIELD(training.lr_warmup_iters), "steps of linear warm-up");
-  s.integer("lr_decay_iters", 0, 1e12, QE_FIELD(training.lr_decay_iters),
+  s.integer("lr_warmup_iters", 0, kMostSteps, QE_FIELD(training.lr_warmup_iters), "steps of linear warm-up");
+  s.integer("lr_decay_iters", 0, kMostSteps, QE_FIELD(training.lr_decay_iters),
             "cosine, linear: the step that reaches min_lr; wsd: the length of the final fall")
       .derived_default = "train_iters under cosine and linear, a tenth of it under wsd, 0 under constant";
   s.integer("eval_interval", 0, 1e12, QE_FIELD(training.eval_interval),
@@ -184,12 +195,12 @@ void add_training(std::vector<KeySpec>& table) {
 
 void add_optimizer(std::vector<KeySpec>& table) {
   Section s(table, "optimizer");
-  s.number("adam_beta1", 0, 1, QE_FIELD(optimizer.adam_beta1), "decay of the first moment").below_maximum = true;
-  s.number("adam_beta2", 0, 1, QE_FIELD(optimizer.adam_beta2), "decay of the second moment").below_maximum = true;
-  s.number("adam_eps", 0, 1, QE_FIELD(optimizer.adam_eps), "added to the root of the second moment").above_minimum =
+  s.single("adam_beta1", 0, 1, QE_FIELD(optimizer.adam_beta1), "decay of the first moment").below_maximum = true;
+  s.single("adam_beta2", 0, 1, QE_FIELD(optimizer.adam_beta2), "decay of the second moment").below_maximum = true;
+  s.single("adam_eps", 0, 1, QE_FIELD(optimizer.adam_eps), "added to the root of the second moment").above_minimum =
       true;
-  s.number("weight_decay", 0, 10, QE_FIELD(optimizer.weight_decay), "decoupled, on matrices only");
-  s.number("clip_grad", 0, 1e12, QE_FIELD(optimizer.clip_grad), "largest global gradient norm; 0: no clipping");
+  s.single("weight_decay", 0, 10, QE_FIELD(optimizer.weight_decay), "decoupled, on matrices only");
+  s.single("clip_grad", 0, 1e12, QE_FIELD(optimizer.clip_grad), "largest global gradient norm; 0: no clipping");
   s.choice<DType>("moments_dtype", {{"fp32", DType::kF32}, {"bf16", DType::kBF16}}, QE_FIELD(optimizer.moments_dtype),
                   "type of both moments; bf16 rounds stochastically");
 }

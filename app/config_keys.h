@@ -26,6 +26,7 @@ struct KeySpec {
   double maximum = std::numeric_limits<double>::infinity();
   bool above_minimum = false;  // the minimum itself is refused
   bool below_maximum = false;
+  bool single = false;               // of a number: what is used, and so what is checked, is the nearest float
   std::vector<std::string> choices;  // of a string; empty: any
   std::vector<std::string> aliases;  // other accepted spellings, for the schema
   std::string derived_default;       // how the default follows from other keys; empty: the value in Config{}

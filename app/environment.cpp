@@ -52,7 +52,7 @@ std::string environment_json() {
                                    {"nlohmann_json", nlohmann::json::meta()["version"]["string"]},
                                    {"cli11", CLI11_VERSION},
                                    {"xxhash", dotted(XXH_versionNumber())}};
-  return out.dump();
+  return out.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
 }
 
 }  // namespace qe

@@ -238,7 +238,7 @@ std::string report_json(const RunReport& r) {
   if (r.resumed) root["resumed"] = json_of(*r.resumed);
   if (r.baselines) root["baselines"] = {{"bigram", r.baselines->bigram}, {"trigram", r.baselines->trigram}};
   if (r.valid_data) root["data"]["valid"] = json_of(*r.valid_data);
-  return root.dump(2) + "\n";
+  return root.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 
 void write_report(const std::string& run_directory, const RunReport& report) {

@@ -301,7 +301,8 @@ void Trainer::fill_report() {
     for (std::size_t r = pipeline; r < digests.size(); ++r) same = same && digests[r] == digests[r % pipeline];
     report_.checks.push_back({"replicas hold the same state", same, ""});
   }
-  const std::vector<std::string> all = transport_->exchange(to_json(usage(), step_ms_).dump(), Group::kWorld);
+  const std::vector<std::string> all = transport_->exchange(
+      to_json(usage(), step_ms_).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace), Group::kWorld);
   if (!leads()) return;
   progress_->finish();
   bool graphs_as_planned = true;

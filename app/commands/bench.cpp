@@ -93,7 +93,7 @@ void print(const OpTime& t) {
 
 void write(const std::string& path, const Json& result) {
   std::ofstream file(path);
-  file << result.dump(2) << '\n';
+  file << result.dump(2, ' ', false, Json::error_handler_t::replace) << '\n';
   if (!file.flush()) throw UsageError("--output " + path + " cannot be written; name a file in a folder that exists.");
 }
 

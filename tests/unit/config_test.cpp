@@ -10,6 +10,7 @@
 #include <sstream>
 
 #include "app/config_keys.h"
+#include "app/utf8.h"
 #include "core/error.h"
 #include "tests/catch.h"
 
@@ -197,7 +198,8 @@ TEST_CASE("comments are allowed; a byte order mark, trailing commas and duplicat
              ContainsSubstring("x.json:3:1: found a comma before the closing }"));
   CHECK_THAT(refusal(R"({"data": {"train": ["a",]}})"), ContainsSubstring("found a comma before the closing ]"));
   CHECK_THAT(refusal(R"({"model": {"num_layers": 4)"), ContainsSubstring("ends too early"));
-  CHECK_THAT(refusal(""), ContainsSubstring("x.json:1:1: the JSON ends too early"));
+  CHECK_THAT(refusal(""), ContainsSubstring("x.json is empty; wanted a JSON object"));
+  CHECK_THAT(refusal(" \n"), ContainsSubstring("the JSON ends too early"));
   CHECK_THAT(refusal("[]"), ContainsSubstring("holds array; wanted one JSON object"));
   CHECK_THAT(refusal("{'model': 1}"), ContainsSubstring("x.json:1:2: not valid JSON"));
   CHECK_THAT(refusal(R"({"training": {"lr": NaN}})"), ContainsSubstring("not valid JSON"));
@@ -215,7 +217,7 @@ TEST_CASE("all faults of a file come in one message, a line each") {
   CHECK_THAT(message, ContainsSubstring("model.hidden_siz: unknown key; the nearest is model.hidden_size."));
   CHECK_THAT(message,
              ContainsSubstring("model.num_layers: found 0, wanted an integer from 1 to 4096; the nearest is 1."));
-  CHECK_THAT(message, ContainsSubstring("training.lr: found \"fast\", wanted a number from 0 to 1000000."));
+  CHECK_THAT(message, ContainsSubstring("training.lr: found \"fast\", wanted an FP32 number from 0 to 1000000."));
   CHECK_THAT(message, ContainsSubstring("optimiser: unknown section; the nearest is optimizer."));
   CHECK_THAT(message, ContainsSubstring("fp8.margin: found -1"));
 }
@@ -333,6 +335,7 @@ TEST_CASE("schedules are known by PyTorch's names too, case-blind") {
 
 TEST_CASE("overrides replace the file's values, the last one wins, and their form is checked") {
   CHECK(parse_config(R"({"training": {"lr": 1}})", "x", {"training.lr=2", "training.lr=3e-1"}).training.lr == 0.3);
+  CHECK(parse_config(R"({"data": {"valid": "v.bin"}})", "x", {"data.valid="}).data.valid.empty());
   CHECK(with({"data.train=a=b.bin"}).data.train == std::vector<std::string>{"a=b.bin"});
   CHECK_THROWS_AS(with({"training.lr"}), UsageError);
   CHECK_THROWS_AS(with({"lr=3"}), UsageError);
@@ -343,9 +346,61 @@ TEST_CASE("overrides replace the file's values, the last one wins, and their for
   CHECK_THAT(refused({"training.lr="}), ContainsSubstring("training.lr: found \"\""));
 }
 
+TEST_CASE("a number is checked as the float that will be used, and the nearest one that is allowed is named") {
+  const std::vector<std::pair<std::string, std::string>> cases = {{"optimizer.adam_beta1=0.999999999", "0.99999994"},
+                                                                  {"optimizer.adam_beta2=1", "0.99999994"},
+                                                                  {"optimizer.adam_eps=1e-46", "1.40129846e-45"},
+                                                                  {"optimizer.adam_eps=0", "1.40129846e-45"},
+                                                                  {"optimizer.clip_grad=1e-60", "1.40129846e-45"},
+                                                                  {"training.lr=1e-50", "1.40129846e-45"},
+                                                                  {"optimizer.weight_decay=-1e-60", "0"},
+                                                                  {"training.lr=1e300", "1000000"}};
+  for (const auto& [override_text, nearest] : cases) {
+    INFO(override_text);
+    CHECK_THAT(refused({override_text}), ContainsSubstring("; the nearest is " + nearest + "."));
+    CHECK(refused({override_text.substr(0, override_text.find('=') + 1) + nearest}) == "accepted");
+  }
+  for (const KeySpec& key : key_table()) {
+    if (key.type == ValueType::kNumber && key.section != "runtime") CHECK(key.single);
+  }
+}
+
+TEST_CASE("every number of steps that is accepted fits the step's 32 bits") {
+  CHECK_THAT(refused({"training.train_iters=4294967296"}),
+             ContainsSubstring("wanted an integer from 0 to 4000000000; the nearest is 4000000000."));
+  CHECK(with({"training.train_iters=4000000000"}).training.train_iters == 4000000000);
+}
+
+TEST_CASE("text that JSON cannot hold is refused with its place: deep nesting, NUL, other encodings, huge numbers") {
+  const std::string deep(200000, '[');
+  CHECK_THAT(refusal(deep), ContainsSubstring("x.json nests deeper than 64 levels"));
+  CHECK_THAT(refusal("{\"model\": " + deep), ContainsSubstring("nests deeper than 64 levels"));
+  CHECK_THAT(refused({"data.train=" + deep}), ContainsSubstring("nests deeper than 64 levels"));
+  CHECK(refused({"data.train=" + deep}).size() < 300);
+  CHECK_THAT(refusal(std::string("{}\n\0", 4)), ContainsSubstring("x.json:2:1: found a NUL byte"));
+  CHECK_THAT(refusal("// caf\xE9\n{}"), ContainsSubstring("x.json:1:7: found a byte that is not UTF-8"));
+  CHECK_THAT(refused({"report.dir=caf\xE9"}), ContainsSubstring("--set report.dir: found a value that is not UTF-8"));
+  CHECK(with({"report.dir=caf\xC3\xA9"}).report.dir == "caf\xC3\xA9");
+  CHECK_THAT(refusal(R"({"training": {"lr": 1e999}})"),
+             ContainsSubstring("x.json: found the number '1e999', wanted one below 1.8e308."));
+  CHECK(refused({std::string(10000, 'k') + "." + std::string(10000, 'k') + "=1"}).size() < 400);
+}
+
+TEST_CASE("UTF-8 is what RFC 3629 says it is") {
+  for (const char* good : {"", "a", "\xC2\x80", "\xDF\xBF", "\xE0\xA0\x80", "\xED\x9F\xBF", "\xEF\xBF\xBF",
+                           "\xF0\x90\x80\x80", "\xF4\x8F\xBF\xBF"}) {
+    CHECK(is_utf8(good));
+  }
+  for (const char* bad : {"\x80", "\xC1\xBF", "\xC2", "\xC2\x41", "\xE0\x9F\xBF", "\xED\xA0\x80", "\xE1\x80",
+                          "\xF0\x8F\xBF\xBF", "\xF4\x90\x80\x80", "\xF5\x80\x80\x80", "\xFF"}) {
+    CHECK(first_invalid_utf8(std::string("ab") + bad) == 2);
+  }
+}
+
 TEST_CASE("an unreadable config file is a config error with its path") {
   CHECK_THROWS_WITH(load_config("/nonexistent/a.json"), ContainsSubstring("/nonexistent/a.json"));
-  CHECK_THROWS_WITH(load_config("/"), ContainsSubstring("Cannot read"));
+  CHECK_THROWS_WITH(load_config("/"), ContainsSubstring("is a directory, wanted a file"));
+  CHECK_THROWS_WITH(load_config("/dev/null"), ContainsSubstring("is not a regular file"));
 }
 
 TEST_CASE("the learning rate follows its schedule exactly at the corners") {

@@ -1,4 +1,6 @@
 // Token files, windows, sample order and n-gram yardsticks.
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -117,14 +119,58 @@ TEST_CASE("an id at or above the vocabulary is refused with file, place, id and 
     std::vector<std::uint16_t> tokens(200000, 256);
     tokens[static_cast<std::size_t>(at)] = 257;
     write_token_file(dir / "a.bin", tokens);
-    CHECK_THAT(refusal(dir / "a.bin", 257), ContainsSubstring("has id 257 at token " + std::to_string(at) +
-                                                              ", wanted ids below model.vocab_size 257"));
+    CHECK_THAT(refusal(dir / "a.bin", 257),
+               ContainsSubstring("has id 257 at token " + std::to_string(at) + " (byte " +
+                                 std::to_string(1024 + 2 * at) + "), wanted ids below model.vocab_size 257"));
     CHECK(refusal(dir / "a.bin", 258) == "accepted");
   }
   write_shard<std::uint16_t>(dir / "b.bin", kMagic16, 1, 1, {65535});
   CHECK_THAT(refusal(dir / "b.bin", 50257), ContainsSubstring("id 65535"));
   write_shard<std::uint32_t>(dir / "c.bin", kMagic32, 7, 2, {5, 0xFFFFFFFFu});
   CHECK_THAT(refusal(dir / "c.bin", 50257), ContainsSubstring("id 4294967295 at token 1"));
+}
+
+TEST_CASE("a token file that changes during the run is a data error that names file, place and id, never a crash") {
+  const Scratch dir;
+  const std::string path = dir / "a.bin";
+  for (const bool wide : {false, true}) {
+    if (wide) {
+      write_shard<std::uint32_t>(path, kMagic32, 7, 100, std::vector<std::uint32_t>(100, 3));
+    } else {
+      write_token_file(path, std::vector<std::uint16_t>(100, 3));
+    }
+    const std::int64_t bytes = wide ? 4 : 2;
+    const TokenDataset data({path}, 257, 9, "data.train");
+    std::vector<std::int32_t> window(10);
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(1024 + 95 * bytes) << "\xFF\xFF";
+    file.flush();
+    data.read_window(9, window);  // tokens 81 to 90
+    CHECK(window == std::vector<std::int32_t>(10, 3));
+    CHECK_THROWS_WITH(data.read_window(10, window),
+                      ContainsSubstring("Token file " + path + " has id 65535 at token 95 (byte " +
+                                        std::to_string(1024 + 95 * bytes) + ")") &&
+                          ContainsSubstring("changed since the run began"));
+    std::filesystem::resize_file(path, static_cast<std::uintmax_t>(1024 + 85 * bytes));
+    data.read_window(8, window);
+    CHECK_THROWS_WITH(data.read_window(9, window),
+                      ContainsSubstring(path + " ends at byte " + std::to_string(1024 + 85 * bytes) +
+                                        ", wanted the tokens 81 to 90"));
+    CHECK_THROWS_AS(ngram_baseline(data, data, 257), DataError);
+    std::filesystem::resize_file(path, 0);
+    CHECK_THROWS_AS(data.read_window(0, window), DataError);
+  }
+}
+
+TEST_CASE("what is no regular file is refused without waiting for it") {
+  const Scratch dir;
+  REQUIRE(::mkfifo((dir / "fifo").c_str(), 0600) == 0);
+  for (const std::string& path : {dir / "fifo", std::string("/dev/zero"), std::string("/dev/tty")}) {
+    INFO(path);
+    CHECK_THAT(refusal(path), ContainsSubstring(path + " is not a regular file; copy what it gives to one."));
+    CHECK_THROWS_WITH(run_tokenize({{path}, dir / "out.bin", false}), ContainsSubstring("is not a regular file"));
+    CHECK_THROWS_WITH(load_config(path), ContainsSubstring("is not a regular file"));
+  }
 }
 
 TEST_CASE("windows hold L inputs and one more token, stay inside shards, and leftovers are counted") {
@@ -155,12 +201,24 @@ TEST_CASE("windows hold L inputs and one more token, stay inside shards, and lef
   CHECK(w.front() == 100);
 }
 
+TEST_CASE("a file counts once whatever it is called, and a name that exists is no pattern") {
+  const Scratch dir;
+  write_token_file(dir / "a[1].bin", counting(20));
+  write_token_file(dir / "a1.bin", counting(50));
+  std::filesystem::create_symlink(dir / "a1.bin", dir / "link.bin");
+  CHECK(TokenDataset({dir / "a[1].bin"}, 1000, 8, "data.train").tokens() == 20);
+  CHECK(TokenDataset({dir / "a1.bin", dir / "./a1.bin", dir / "link.bin"}, 1000, 8, "data.train").tokens() == 50);
+  write_token_file(dir / "\xFF.bin", counting(20));
+  CHECK_THROWS_WITH(TokenDataset({dir / "*.bin"}, 1000, 8, "data.train"), ContainsSubstring("is not UTF-8"));
+}
+
 TEST_CASE("a pattern without files, an empty list and data without a window are data errors that name the key") {
   const Scratch dir;
   const auto open = [](const std::vector<std::string>& patterns) { TokenDataset(patterns, 1000, 8, "data.valid"); };
-  CHECK_THROWS_WITH(open({dir / "*.bin"}),
-                    ContainsSubstring("data.valid: \"" + (dir / "*.bin") + "\" matches no file"));
-  CHECK_THROWS_AS(open({dir / "none.bin"}), DataError);
+  CHECK_THROWS_WITH(open({dir / "*.bin"}), ContainsSubstring("data.valid: \"" + (dir / "*.bin") +
+                                                             "\" matches no file in " + dir.path() + ";"));
+  CHECK_THROWS_WITH(open({"none.bin"}),
+                    ContainsSubstring("matches no file in " + std::filesystem::current_path().string()));
   CHECK_THROWS_WITH(open({}), ContainsSubstring("data.valid names no token file"));
   write_token_file(dir / "a.bin", counting(8));
   CHECK_THROWS_WITH(open({dir / "a.bin"}), ContainsSubstring("training.seq_length + 1 = 9"));
@@ -274,7 +332,22 @@ TEST_CASE("tokenize writes the end mark before each document and refuses to over
   options.inputs = {dir / "missing.txt"};
   CHECK_THROWS_WITH(run_tokenize(options), ContainsSubstring("missing.txt"));
   options = {{dir / "a.txt"}, dir / "no_such_folder/out.bin", false};
-  CHECK_THROWS_AS(run_tokenize(options), DataError);
+  CHECK_THROWS_WITH(run_tokenize(options), ContainsSubstring((dir / "no_such_folder/out.bin") + " cannot be created"));
+  CHECK_THROWS_WITH(run_tokenize({{dir / "b.txt"}, dir / "empty.bin", false}), ContainsSubstring("hold no text"));
+  CHECK_FALSE(std::filesystem::exists(dir / "empty.bin"));
+}
+
+TEST_CASE("tokenize replaces no device, FIFO, folder or input, even by force") {
+  const Scratch dir;
+  std::ofstream(dir / "a.txt") << "hi";
+  REQUIRE(::mkfifo((dir / "fifo").c_str(), 0600) == 0);
+  for (const std::string& output : {dir / "fifo", dir / "", std::string("/dev/full")}) {
+    INFO(output);
+    CHECK_THROWS_AS(run_tokenize({{dir / "a.txt"}, output, true}), UsageError);
+  }
+  CHECK(std::filesystem::is_fifo(dir / "fifo"));
+  CHECK(std::filesystem::is_character_file("/dev/full"));
+  CHECK_THROWS_WITH(run_tokenize({{dir / "a.txt"}, dir / "./a.txt", true}), ContainsSubstring("is the input"));
 }
 
 TEST_CASE("n-gram baselines are the smoothed counts worked by hand") {

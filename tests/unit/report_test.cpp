@@ -101,6 +101,12 @@ TEST_CASE("a metrics line is on disk when append returns, and non-finite numbers
   CHECK(json::parse(lines[3])["status"] == "non_finite");
 }
 
+TEST_CASE("a report whose command line is not UTF-8 is written, the odd bytes replaced") {
+  RunReport r = full_report();
+  r.command = "qeffect train --config caf\xE9.json";
+  CHECK(json::parse(report_json(r))["command"] == "qeffect train --config caf\uFFFD.json");
+}
+
 TEST_CASE("a report with non-finite and missing numbers is still strict JSON") {
   RunReport r = full_report();
   r.final_train_loss = kNaN;
