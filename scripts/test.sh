@@ -25,7 +25,11 @@ esac
 case "$mode" in
   --asan) preset=cpu-asan ;;
   --tsan) preset=cpu-tsan ;;
-  *) preset=cpu ;;
+  *)
+    # Where the CUDA toolkit is, its backend is compiled and linked too; without a GPU its tests say that they skip.
+    preset=cpu
+    if have nvcc; then preset=cuda; fi
+    ;;
 esac
 
 # Formatting is judged by the one release that made it: others differ in details. A machine without it skips the check.

@@ -66,6 +66,14 @@ Tensor Optimizer::moment(int which, StageIndex stage, int parameter) const {
   QE_EXPECTS(false, "the stage is of this rank");
 }
 
+void Optimizer::prepare(Stream& stream) {
+  OptimizerScalars scalars{};
+  scalars.skip = 1;
+  device_.upload(stream, scalars_.data(), &scalars, sizeof scalars);
+  ops_.gradient_norm(stream, norm_args_);
+  ops_.adamw(stream, adamw_args_);
+}
+
 OptimizerScalars Optimizer::step(Stream& stream, float learning_rate, std::uint32_t step) {
   OptimizerScalars scalars{};
   scalars.learning_rate = learning_rate;

@@ -28,6 +28,10 @@ class Optimizer {
   Optimizer(Device&, Ops&, Transport&, const OptimizerConfig&, std::vector<const TransformerStage*> stages,
             const ParameterList& model, Probe* probe);
 
+  // Runs the launches once as a skipped step, which leaves everything as it was, so that whatever a backend prepares at
+  // an operation's first call is prepared before any graph is captured. Before the first step, gradients all zero.
+  void prepare(Stream&);
+
   // One step on the stream; the host waits for it. `step` counts from 1, skipped steps included. Every rank of the
   // pipeline must call it: the norm is of the whole model, its partials added in global parameter order, so that it has
   // the same bits for every cut. On a skipped step weights and moments stay and vector gradients are zeroed.

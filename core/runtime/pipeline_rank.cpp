@@ -37,6 +37,7 @@ PipelineRank::PipelineRank(Device& device, Ops& ops, Transport& transport, const
   runner_ = std::make_unique<StepRunner>(device, transport, *contract_, *executor_, *boundary_, stage_list_,
                                          plan.schedule.actions.at(rank), *caller_, *graph_,
                                          counters_.as<std::uint64_t>(), config.stage.fp8.scale_update);
+  optimizer_->prepare(*caller_);
   device.synchronize();
   const auto start = std::chrono::steady_clock::now();
   executor_->capture();
