@@ -156,8 +156,9 @@ TEST_CASE("a block is not rewritten before a slow receiver has read it") {
   }
 }
 
-TEST_CASE("every rank may send much before it receives anything") {
+TEST_CASE("every rank may send much through IPC before it receives anything") {
   for (const Mode mode : modes()) {
+    if (mode == Mode::kNccl) continue;  // there a send may hold its stream until it is received
     Rank r(mode);
     const int rank = r.transport->rank(Group::kPipeline);
     const int peer = rank ^ 1;
@@ -177,7 +178,6 @@ TEST_CASE("every rank may send much before it receives anything") {
       }
       r.transport->barrier(Group::kWorld);
     }
-    if (mode == Mode::kNccl) continue;
     const std::size_t staged = r.device.memory_by_kind()[static_cast<std::size_t>(MemoryKind::kBoundary)];
     CHECK(staged == kAhead * (std::size_t{4} << 20));  // the second round took the blocks of the first
   }
@@ -267,7 +267,8 @@ TEST_CASE("when a rank fails the others leave their waits at once and name it") 
     CHECK_THROWS_WITH(r.transport->recv(*r.in, value.data(), sizeof(int), 0, label(ActionKind::kRecvF, 1, 0)),
                       ContainsSubstring("rank 0 failed"));
   } catch (const std::runtime_error& e) {
-    CHECK(std::string(e.what()) == "first failure");
+    // A rank may still be in the barrier when it hears of the failure.
+    CHECK_THAT(e.what(), ContainsSubstring(world_rank() == 0 ? "first failure" : "rank 0 failed"));
   }
   CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
   Rank r(Mode::kIpcOneCard);
@@ -287,7 +288,8 @@ TEST_CASE("a rank that waits for its card leaves when another rank fails") {
     CHECK_THROWS_WITH(r.device.synchronize(), ContainsSubstring("rank 0 failed"));
     go_on = true;
   } catch (const std::runtime_error& e) {
-    CHECK(std::string(e.what()) == "first failure");
+    // A rank may still be in the barrier when it hears of the failure.
+    CHECK_THAT(e.what(), ContainsSubstring(world_rank() == 0 ? "first failure" : "rank 0 failed"));
   }
   CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
   Rank r(Mode::kIpcOneCard);
