@@ -247,8 +247,8 @@ double learning_rate(const TrainingSection& t, std::int64_t step) noexcept {
   std::int64_t first = t.lr_warmup_iters, last = t.lr_decay_iters;  // the fall goes from lr at first to min_lr at last
   if (t.lr_schedule == LrSchedule::kConstant) return t.lr;
   if (t.lr_schedule == LrSchedule::kWsd) first = t.train_iters - t.lr_decay_iters, last = t.train_iters;
+  if (step <= first) return t.lr;  // the end of the warm-up is at lr even where the fall has no step of its own
   if (step >= last) return t.min_lr;
-  if (step <= first) return t.lr;
   const double done = static_cast<double>(step - first) / static_cast<double>(last - first);
   const double kept = t.lr_schedule == LrSchedule::kCosine ? 0.5 * (1 + std::cos(std::numbers::pi * done)) : 1 - done;
   return t.min_lr + (t.lr - t.min_lr) * kept;

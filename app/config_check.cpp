@@ -61,8 +61,8 @@ void check_fp8_widths(const Config& c, Faults& faults) {
 void check_precision(const Config& c, Faults& faults) {
   if (faults.none_at({"precision.compute", "execution.backend"}) && c.precision.compute == Compute::kFp32 &&
       c.execution.backend != "cpu") {
-    faults.add("execution.backend",
-               "found \"" + c.execution.backend + "\", precision.compute fp32 runs only on \"cpu\".");
+    faults.add("execution.backend", "found \"" + c.execution.backend +
+                                        "\", precision.compute fp32 runs only on \"cpu\"; \"auto\" finds it.");
   }
   if (faults.none_at({"precision.compute", "head.precision"}) && c.precision.compute != Compute::kFp8 &&
       c.head.precision != HeadPrecision::kBf16) {
@@ -153,8 +153,8 @@ void check_pipeline(const Config& c, const Given& given, Faults& faults) {
     const auto& list = p.layers_per_stage;
     const std::int64_t sum = std::accumulate(list.begin(), list.end(), std::int64_t{0});
     if (std::ssize(list) != stages) {
-      faults.add("pipeline.layers_per_stage",
-                 "found " + str(std::ssize(list)) + " entries, wanted one for each of the " + str(stages) + " stages.");
+      faults.add("pipeline.layers_per_stage", "found a list of " + str(std::ssize(list)) +
+                                                  ", wanted an entry for each of the " + str(stages) + " stages.");
     } else if (sum != c.model.num_layers) {
       faults.add("pipeline.layers_per_stage",
                  "found a sum of " + str(sum) + ", wanted model.num_layers " + str(c.model.num_layers) + ".");
@@ -217,10 +217,27 @@ void check_learning_rate(const Config& c, Faults& faults) {
     faults.add("training.lr_decay_iters", "found " + str(t.lr_decay_iters) + ", wanted at most the " +
                                               str(t.train_iters - t.lr_warmup_iters) + " steps after the warm-up.");
   } else if (!constant && t.lr_schedule != LrSchedule::kWsd && t.train_iters > 0 &&
-             t.lr_decay_iters < t.lr_warmup_iters) {
-    faults.add("training.lr_decay_iters", "found " + str(t.lr_decay_iters) +
-                                              ", wanted at least training.lr_warmup_iters " + str(t.lr_warmup_iters) +
-                                              ".");
+             t.lr_decay_iters < std::max<std::int64_t>(t.lr_warmup_iters, 1)) {
+    faults.add("training.lr_decay_iters",
+               "found " + str(t.lr_decay_iters) + ", wanted the step that reaches training.min_lr, at least " +
+                   (t.lr_warmup_iters > 0 ? "training.lr_warmup_iters " + str(t.lr_warmup_iters) : "1") + ".");
+  }
+}
+
+void check_evaluation(const Config& c, Faults& faults) {
+  const TrainingSection& t = c.training;
+  if (!faults.none_at({"data.valid", "data.out_of_domain"})) return;
+  const bool none = c.data.valid.empty() && c.data.out_of_domain.empty();
+  if (faults.none_at({"training.train_iters"}) && t.train_iters == 0 && none) {
+    faults.add("training.train_iters",
+               "found 0, which evaluates only, and data.valid names nothing to evaluate; "
+               "set data.valid, or train at least 1 step.");
+  }
+  if (faults.none_at({"training.eval_interval"}) && t.eval_interval > 0 && c.data.valid.empty()) {
+    faults.add("training.eval_interval", "has no effect without data.valid; remove it, or set data.valid.");
+  }
+  if (faults.none_at({"training.eval_iters"}) && t.eval_iters > 0 && none) {
+    faults.add("training.eval_iters", "has no effect without data.valid; remove it, or set data.valid.");
   }
 }
 
@@ -236,6 +253,7 @@ void resolve_defaults(Config& c, const Given& given, const Faults& faults) {
   if (!given.contains("head.precision") && c.precision.compute != Compute::kFp8) {
     c.head.precision = HeadPrecision::kBf16;
   }
+  if (c.precision.compute == Compute::kFp32 && c.execution.backend == "auto") c.execution.backend = "cpu";
   if (!given.contains("fp8.reduce_amax") && c.precision.compute == Compute::kFp8 && c.parallel.data > 1) {
     c.fp8.reduce_amax = ReduceAmax::kData;
   }
@@ -270,6 +288,7 @@ void check_config(const Config& c, const Given& given, Faults& faults) {
   check_pipeline(c, given, faults);
   check_gradients(c, faults);
   check_learning_rate(c, faults);
+  check_evaluation(c, faults);
 }
 
 }  // namespace qe

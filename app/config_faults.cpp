@@ -74,8 +74,8 @@ std::string shortened(const std::string& text, std::size_t most) {
   return text.substr(0, end) + "...";
 }
 
-std::string counted(std::int64_t count, const std::string& what) {
-  return std::to_string(count) + " " + what + (count == 1 ? "" : "s");
+std::string counted(std::int64_t count, const std::string& what, const char* plural) {
+  return std::to_string(count) + " " + what + (count == 1 ? "" : plural);
 }
 
 std::string join(const std::vector<std::string>& parts) {

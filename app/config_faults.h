@@ -25,8 +25,8 @@ class Faults {
 
 // A name or value as a message shows it: cut to `most` bytes between characters, "..." at the end.
 std::string shortened(const std::string& text, std::size_t most);
-// "1 file", "2 files".
-std::string counted(std::int64_t count, const std::string& what);
+// "1 file", "2 files"; "2 matches" with another ending.
+std::string counted(std::int64_t count, const std::string& what, const char* plural = "s");
 // "a", "a and b", "a, b and c".
 std::string join(const std::vector<std::string>& parts);
 // "the nearest is 16", "the nearest are 512 and 528": positive multiples of unit around a value that is none.

@@ -190,7 +190,7 @@ void add_training(std::vector<KeySpec>& table) {
                             QE_FIELD(training.on_nonfinite),
                             "what a step with a loss or gradient that is not finite does");
   s.integer("max_skipped", 1, 1000000, QE_FIELD(training.max_skipped),
-            "under skip: stop after this many skipped steps in a row");
+            "under skip: the run stops when this many steps in a row are skipped");
 }
 
 void add_optimizer(std::vector<KeySpec>& table) {
@@ -258,8 +258,9 @@ void add_gradients_and_pipeline(std::vector<KeySpec>& table) {
 
 void add_machine(std::vector<KeySpec>& table) {
   Section e(table, "execution");
-  e.choice<std::string>("backend", {{"auto", "auto"}, {"cpu", "cpu"}, {"cuda", "cuda"}}, QE_FIELD(execution.backend),
-                        "where the arithmetic runs; auto: cuda when it was built in and a device is there");
+  e.choice<std::string>(
+      "backend", {{"auto", "auto"}, {"cpu", "cpu"}, {"cuda", "cuda"}}, QE_FIELD(execution.backend),
+      "where the arithmetic runs; auto: cuda when it was built in and a device is there, cpu under fp32");
   e.choice<ExecutionMode>("mode", {{"graph", ExecutionMode::kGraph}, {"eager", ExecutionMode::kEager}},
                           QE_FIELD(execution.mode), "replay captured graphs, or call every operation");
   e.only("graph_scope", "action", "what one captured graph holds");

@@ -1,18 +1,20 @@
 // Process entry: command line → config → command, with the one try/catch that turns an error into its exit code.
-// Everything a user can get wrong is refused before MPI_Init and printed once; later a failing rank takes the job down.
-#include <mpi.h>
-
+// Everything a user can get wrong is checked before MPI_Init; who prints it is app/job's.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "app/commands/commands.h"
 #include "app/config.h"
+#include "app/config_faults.h"
 #include "app/environment.h"
+#include "app/job.h"
 #include "core/error.h"
+#include "kernels/backend.h"
 
 namespace qe {
 namespace {
@@ -30,63 +32,6 @@ struct CommandLine {
   std::string text;  // as typed, for the report
 };
 
-bool variable_is_zero_or_unset(const char* name) {
-  const char* value = std::getenv(name);
-  return value == nullptr || std::string(value) == "0";
-}
-
-// An error that all ranks have alike is printed by one of them; a file may be missing on one host only.
-bool speaks_for(const Error& e) {
-  return variable_is_zero_or_unset(e.exit_code() == ExitCode::kData ? "OMPI_COMM_WORLD_LOCAL_RANK"
-                                                                    : "OMPI_COMM_WORLD_RANK") &&
-         variable_is_zero_or_unset("SLURM_PROCID");
-}
-
-void print_error(const std::string& message) { std::fprintf(stderr, "qeffect: error: %s\n", message.c_str()); }
-
-// Between MPI_Init and MPI_Finalize. An exception leaves through MPI_Abort, or the other ranks would wait for this one.
-int run_ranks(const Config& config, const std::function<int()>& body) {
-  int rank = 0, size = 1;
-  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-  MPI_Comm_size(MPI_COMM_WORLD, &size);
-  if (size != config.ranks()) {
-    const std::string wanted = std::to_string(config.ranks());
-    if (rank == 0 && variable_is_zero_or_unset("SLURM_PROCID")) {
-      print_error(
-          "The config needs " + wanted + " rank(s), pipeline.pipeline_model_parallel_size x parallel.data, and got " +
-          std::to_string(size) + "; start it with mpirun -n " + wanted +
-          (size == 1 && std::getenv("SLURM_NTASKS") != nullptr ? ", or srun with an MPI plugin (--mpi=pmix)." : "."));
-    }
-    return static_cast<int>(ExitCode::kConfig);
-  }
-  int code = static_cast<int>(ExitCode::kRuntime);
-  try {
-    return body();
-  } catch (const NonFiniteError& e) {  // every rank decided alike: told once, and the job ends in order
-    if (rank == 0) print_error(e.what());
-    return static_cast<int>(e.exit_code());
-  } catch (const CheckpointError& e) {  // as above
-    if (rank == 0) print_error(e.what());
-    return static_cast<int>(e.exit_code());
-  } catch (const Error& e) {
-    print_error("rank " + std::to_string(rank) + ": " + e.what());
-    code = static_cast<int>(e.exit_code());
-  } catch (const std::exception& e) {
-    print_error("rank " + std::to_string(rank) + ": " + e.what());
-  }
-  std::fflush(nullptr);
-  MPI_Abort(MPI_COMM_WORLD, code);
-  return code;
-}
-
-int run_job(const Config& config, const std::function<int()>& body) {
-  int provided = 0;
-  MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);
-  const int code = run_ranks(config, body);
-  MPI_Finalize();
-  return code;
-}
-
 void check_start(const Config& config, const StartOptions& start) {
   if (!start.resume || !config.checkpoint.dir.empty() || start.resume->find('/') != std::string::npos) return;
   throw ConfigError("checkpoint.dir is needed to resume from " + *start.resume +
@@ -94,18 +39,36 @@ void check_start(const Config& config, const StartOptions& start) {
                     "checkpoints, or resume from one checkpoint's folder.");
 }
 
+// What ranks must have alike beside the config.
+std::string text_of(const StartOptions& start) {
+  std::string text = "--resume " + start.resume.value_or("none") + "\n--init-from " + start.init_from + "\n";
+  for (const std::string& key : start.overrides) text += "--override " + key + "\n";
+  return text;
+}
+
 int train(const CommandLine& line) {
-  const Config config = load_config(line.config_path, line.overrides);
-  check_override_names(line.start.overrides);
-  check_start(config, line.start);
-  check_data(config);
-  StopSignals signals(!config.checkpoint.dir.empty());
-  return run_job(config, [&] { return run_train(config, line.start, &signals, line.text); });
+  std::optional<StopSignals> signals;
+  const auto prepare = [&] {
+    const Config config = load_config(line.config_path, line.overrides);
+    expect_built(config.execution.backend, config.execution.transport);
+    check_override_names(line.start.overrides);
+    check_start(config, line.start);
+    check_data(config);
+    signals.emplace(!config.checkpoint.dir.empty());
+    return JobStart{config, "train\n" + dump_config(config) + text_of(line.start)};
+  };
+  return run_job(prepare, [&](const Config& config) { return run_train(config, line.start, &*signals, line.text); });
 }
 
 int bench(const CommandLine& line) {
-  const Config config = load_config(line.config_path, line.overrides);
-  return run_job(config, [&] { return run_bench(config, line.bench, line.text); });
+  const auto prepare = [&] {
+    const Config config = load_config(line.config_path, line.overrides);
+    expect_built(config.execution.backend, config.execution.transport);
+    const BenchOptions& o = line.bench;
+    return JobStart{config, "bench\n" + dump_config(config) + "--steps " + std::to_string(o.steps) + "\n--warmup " +
+                                std::to_string(o.warmup) + "\n--ops " + (o.ops ? "on" : "off")};
+  };
+  return run_job(prepare, [&](const Config& config) { return run_bench(config, line.bench, line.text); });
 }
 
 void add_config_options(CLI::App& command, CommandLine& line) {
@@ -157,6 +120,14 @@ void declare_options(CLI::App& app, CommandLine& line) {
   schema->add_flag("--markdown", line.schema_markdown, "Print the page of keys instead");
 }
 
+std::vector<std::string> command_names(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+    names.push_back(command->get_name());
+  }
+  return names;
+}
+
 int dispatch(const CLI::App& app, const CommandLine& line) {
   if (line.help_config) return std::fputs(config_help().c_str(), stdout) < 0 ? 1 : 0;
   if (app.got_subcommand("train")) return train(line);
@@ -166,31 +137,55 @@ int dispatch(const CLI::App& app, const CommandLine& line) {
   if (app.got_subcommand("schema")) {
     return std::fputs((line.schema_markdown ? config_markdown() : config_schema()).c_str(), stdout) < 0 ? 1 : 0;
   }
-  throw UsageError("There is no command; use train, bench, tokenize, inspect or schema, or see qeffect --help.");
+  throw UsageError("There is no command; use " + join(command_names(app)) + ", or see qeffect --help.");
 }
 
-int run(int argc, char** argv) {
-  CLI::App app("qeffect: FP8 delayed scaling with pipeline parallelism", "qeffect");
-  CommandLine line;
-  for (int i = 0; i < argc; ++i) line.text += (i > 0 ? " " : "") + std::string(argv[i]);
-  declare_options(app, line);
+// A parser's message, with where to look. `first` is the first argument.
+UsageError wrong_usage(const CLI::App& app, const CLI::ParseError& e, const std::string& first) {
+  const std::vector<std::string> names = command_names(app);
+  const bool known = std::find(names.begin(), names.end(), first) != names.end();
+  if (known) return UsageError(std::string(e.what()) + "; see qeffect " + first + " --help.");
+  if (first.empty() || first.starts_with('-')) return UsageError(std::string(e.what()) + "; see qeffect --help.");
+  const std::vector<std::string> near = nearest_names(first, names);
+  return UsageError(shortened(first, 100) + " is no command; " +
+                    (near.empty() ? "there are " + join(names) : "the nearest is " + join(near)) +
+                    ", see qeffect --help.");
+}
+
+int run(const CLI::App& app, const CommandLine& line, const std::string& first, const std::function<void()>& parse) {
   try {
-    app.parse(argc, argv);
-    return dispatch(app, line);
+    parse();
   } catch (const CLI::ParseError& e) {
     if (e.get_exit_code() == 0) return app.exit(e);  // --help, --version
-    throw UsageError(std::string(e.what()) + "; see qeffect --help.");
+    throw wrong_usage(app, e, first);
   }
+  return dispatch(app, line);
+}
+
+// Commands that know nothing of other ranks, even when a launcher starts several of them.
+bool stands_alone(const std::string& command) {
+  return command == "tokenize" || command == "inspect" || command == "schema";
 }
 
 }  // namespace
 }  // namespace qe
 
 int main(int argc, char** argv) {
+  const std::string first = argc > 1 ? argv[1] : "";
   try {
-    return qe::run(argc, argv);
+    CLI::App app("qeffect: FP8 delayed scaling with pipeline parallelism", "qeffect");
+    qe::CommandLine line;
+    for (int i = 0; i < argc; ++i) line.text += (i > 0 ? " " : "") + std::string(argv[i]);
+    qe::declare_options(app, line);
+    return qe::run(app, line, first, [&] { app.parse(argc, argv); });
+  } catch (const qe::UsageError& e) {
+    if (qe::stands_alone(first)) {
+      qe::print_error(e.what());
+      return static_cast<int>(e.exit_code());
+    }
+    return qe::run_job([&e]() -> qe::JobStart { throw e; }, {});  // told once, whichever ranks have it
   } catch (const qe::Error& e) {
-    if (qe::speaks_for(e)) qe::print_error(e.what());
+    qe::print_error(e.what());
     return static_cast<int>(e.exit_code());
   } catch (const std::exception& e) {
     qe::print_error(e.what());

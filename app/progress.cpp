@@ -23,18 +23,24 @@ std::string place(std::int64_t step, const Config& c) {
   return format("step %6lld/%lld", static_cast<long long>(step), static_cast<long long>(c.training.train_iters));
 }
 
+// printf shows the sign of a NaN, which says nothing.
+double without_sign_of_nan(double v) { return std::isnan(v) ? std::abs(v) : v; }
+
 }  // namespace
 
 std::string step_line(const StepRecord& r, const Config& c) {
   const double tokens_per_second = r.ms > 0 ? static_cast<double>(c.tokens_per_step()) * 1000 / r.ms : 0;
   const double tflops =
       tokens_per_second * static_cast<double>(flops_per_token(c.model, c.training.seq_length)) * 1e-12;
-  return place(r.step, c) + format(" | loss %.4f | norm %.4f | lr %.2e | %.2f ms | %.0f tok/s | %.3f TFLOP/s%s", r.loss,
-                                   r.grad_norm, r.lr, r.ms, tokens_per_second, tflops, r.skipped ? " | skipped" : "");
+  const bool finite = std::isfinite(r.loss) && std::isfinite(r.grad_norm);
+  const char* verdict = r.skipped ? " | skipped" : finite ? "" : " | not finite";
+  return place(r.step, c) + format(" | loss %.4f | norm %.4f | lr %.2e | %.2f ms | %.0f tok/s | %.3f TFLOP/s%s",
+                                   without_sign_of_nan(r.loss), without_sign_of_nan(r.grad_norm), r.lr, r.ms,
+                                   tokens_per_second, tflops, verdict);
 }
 
 std::string eval_line(const EvalRecord& r, const Config& c) {
-  return place(r.step, c) + format(" | valid loss %.4f over %lld tokens | %.2f ms", r.valid_loss,
+  return place(r.step, c) + format(" | valid loss %.4f over %lld tokens | %.2f ms", without_sign_of_nan(r.valid_loss),
                                    static_cast<long long>(r.target_tokens), r.ms);
 }
 

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "app/environment.h"
+#include "app/run_directory.h"
 #include "core/error.h"
 
 namespace qe {
@@ -66,26 +66,6 @@ Json timing_of(const RunReport& r) {
           {"model_tflops_per_rank", tokens_per_second * static_cast<double>(per_token) * 1e-12 / r.config.ranks()}};
 }
 
-std::string time_stamp() {
-  const std::time_t now = std::time(nullptr);
-  std::tm parts{};
-  ::localtime_r(&now, &parts);
-  char text[32];
-  std::strftime(text, sizeof text, "%Y%m%d-%H%M%S", &parts);
-  return text;
-}
-
-void write_file(const std::filesystem::path& path, const std::string& text) {
-  const std::string temporary = path.string() + ".tmp";
-  std::ofstream file(temporary, std::ios::binary);
-  file << text;
-  file.close();
-  std::error_code error;
-  if (file) std::filesystem::rename(temporary, path, error);
-  if (!file || error)
-    throw Error(ExitCode::kRuntime, "Cannot write " + path.string() + "; check the disk and report.dir.");
-}
-
 // The lines of a metrics file that a run resumed after `step` does not write again. The evaluation after the last step
 // is made again; a line that a kill cut short is dropped.
 std::string lines_until(const std::string& path, std::int64_t step, std::int64_t train_iters) {
@@ -137,34 +117,13 @@ double median_step_ms(const std::vector<std::vector<double>>& rank_step_ms) {
   return slowest.size() % 2 == 1 ? slowest[half] : 0.5 * (slowest[half - 1] + slowest[half]);
 }
 
-std::string make_run_directory(const Config& config) {
-  namespace fs = std::filesystem;
-  std::error_code error;
-  fs::path dir = config.report.dir;
-  if (dir.empty()) {
-    const fs::path base = fs::path("runs") / (config.name + "-" + time_stamp());
-    fs::create_directories(base.parent_path(), error);
-    dir = base;
-    for (int i = 2; !error && !fs::create_directory(dir, error); ++i) dir = base.string() + "-" + std::to_string(i);
-  } else {
-    fs::create_directories(dir, error);
-  }
-  if (error) {
-    throw ConfigError("report.dir: cannot make the folder " + dir.string() + " (" + error.message() +
-                      "); name one that can be written.");
-  }
-  fs::remove(dir / "report.json", error);  // an earlier run's would outlive one that fails
-  write_file(dir / "config.json", dump_config(config));
-  return dir.string();
-}
-
 MetricsLog::MetricsLog(const std::string& run_directory, const Config& config, std::optional<std::int64_t> resumed_step)
     : tokens_per_step_(config.tokens_per_step()),
       flops_per_token_(flops_per_token(config.model, config.training.seq_length)),
       ranks_(config.ranks()),
       path_((std::filesystem::path(run_directory) / "metrics.jsonl").string()),
       file_(nullptr) {
-  if (resumed_step) write_file(path_, lines_until(path_, *resumed_step, config.training.train_iters));
+  if (resumed_step) replace_file(path_, lines_until(path_, *resumed_step, config.training.train_iters));
   file_ = std::fopen(path_.c_str(), resumed_step ? "a" : "w");
   if (file_ == nullptr) throw Error(ExitCode::kRuntime, "Cannot write " + path_ + "; check the disk and report.dir.");
 }
@@ -218,6 +177,7 @@ std::string report_json(const RunReport& r) {
   Json root{{"schema_version", kReportSchemaVersion},
             {"command", r.command},
             {"status", r.status},
+            {"failure", nullptr},
             {"config", Json::parse(dump_config(r.config))},
             {"derived", {{"microbatches", r.config.microbatches()}, {"ranks", r.config.ranks()}}},
             {"environment", Json::parse(environment_json())},
@@ -235,6 +195,9 @@ std::string report_json(const RunReport& r) {
             {"timing", timing_of(r)},
             {"resources", resources},
             {"checks", checks}};
+  if (r.failure) {
+    root["failure"] = {{"message", r.failure->message}, {"exit_code", r.failure->exit_code}, {"step", r.failure->step}};
+  }
   if (r.resumed) root["resumed"] = json_of(*r.resumed);
   if (r.baselines) root["baselines"] = {{"bigram", r.baselines->bigram}, {"trigram", r.baselines->trigram}};
   if (r.valid_data) root["data"]["valid"] = json_of(*r.valid_data);
@@ -242,7 +205,7 @@ std::string report_json(const RunReport& r) {
 }
 
 void write_report(const std::string& run_directory, const RunReport& report) {
-  write_file(std::filesystem::path(run_directory) / "report.json", report_json(report));
+  replace_file((std::filesystem::path(run_directory) / "report.json").string(), report_json(report));
 }
 
 }  // namespace qe

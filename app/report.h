@@ -23,7 +23,7 @@ struct StepRecord {
   double grad_norm = 0;   // before clipping; may be non-finite
   double lr = 0;
   double ms = 0;         // wall time of the optimizer step, maximum over ranks
-  bool skipped = false;  // the weights did not move
+  bool skipped = false;  // not finite, so that the weights did not move, and the run goes on
 };
 
 struct EvalRecord {
@@ -58,10 +58,18 @@ struct DataCounts {
   std::int64_t files = 0, tokens = 0, windows = 0, dropped_tokens = 0;
 };
 
+// Why a run ended early.
+struct RunFailure {
+  std::string message;
+  int exit_code = 1;
+  std::int64_t step = 0;  // the last one that began
+};
+
 struct RunReport {
   std::string command;
   Config config;
   std::string status = "completed";               // or "failed", "stopped" (by a signal, and resumable)
+  std::optional<RunFailure> failure;              // with status failed
   std::optional<ResumeRecord> resumed;            // the run went on from a checkpoint
   std::string init_from;                          // the weights' folder; empty: none
   std::vector<std::vector<double>> rank_step_ms;  // [ranks][steps of this process], the first step included
@@ -83,10 +91,6 @@ std::int64_t flops_per_token(const ModelConfig& model, int seq_length) noexcept;
 
 // The median over steps of the maximum over ranks, the first step left out (with one step: that one). 0: no steps.
 double median_step_ms(const std::vector<std::vector<double>>& rank_step_ms);
-
-// report.dir, or a fresh runs/<name>-<time>; made, with the resolved config.json inside. Files of an earlier run in a
-// named directory are replaced. Throws ConfigError when it cannot be made.
-std::string make_run_directory(const Config& config);
 
 // One JSON object a line, on disk when append returns. Numbers read back to the same bits; a non-finite one is null and
 // "status" says so: ok, skipped, non_finite.

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "app/config_faults.h"
 #include "app/pipeline_plan.h"
 #include "core/error.h"
 
@@ -68,7 +69,6 @@ Trainer::Trainer(const Config& config, const StartOptions& options, StopSignals*
       sampler_(train_data_.windows(), config.training.global_batch_size,
                static_cast<std::uint64_t>(config.training.seed)),
       signals_(signals) {
-  agree_on_config(options);
   if (!config.data.valid.empty()) {
     valid_data_.emplace(config.data.valid, config.model.vocab_size, config.training.seq_length, "data.valid");
   }
@@ -95,6 +95,7 @@ void Trainer::start() {
   rank_config.initialize = !checkpoints_->has_start();
   rank_ = std::make_unique<PipelineRank>(*backend_.device, *backend_.ops, *transport_, rank_config, plan_, nullptr);
   position_ = checkpoints_->load(*rank_);
+  begun_step_ = position_.step;
   sampler_.seek(position_.data);
   report_.resumed = checkpoints_->resumed();
   if (report_.resumed) report_.init_from.clear();
@@ -103,25 +104,15 @@ void Trainer::start() {
   report_.final_train_loss = position_.final_train_loss;
 }
 
-void Trainer::agree_on_config(const StartOptions& options) const {
-  std::string mine = dump_config(config_) + options.resume.value_or("") + "\n" + options.init_from;
-  for (const std::string& key : options.overrides) mine += "\n" + key;
-  const std::vector<std::string> all = transport_->exchange(mine, Group::kWorld);
-  const auto other = std::find_if(all.begin(), all.end(), [&](const std::string& c) { return c != all.front(); });
-  if (other == all.end()) return;
-  throw ConfigError("Rank " + std::to_string(other - all.begin()) +
-                    " resolved another config than rank 0; give every rank the same file and the same options.");
-}
-
 void Trainer::open_run() {
   if (!leads()) return;
-  run_directory_ = make_run_directory(config_);
+  run_directory_.emplace(config_);
   const auto resumed_step = report_.resumed ? std::optional(report_.resumed->step) : std::nullopt;
-  metrics_ = std::make_unique<MetricsLog>(run_directory_, config_, resumed_step);
+  metrics_ = std::make_unique<MetricsLog>(run_directory_->path(), config_, resumed_step);
   progress_ = std::make_unique<Progress>(config_);
-  progress_->note("run folder " + run_directory_ + " | " + std::to_string(config_.ranks()) + " rank(s), schedule " +
-                  name_of(config_.pipeline.schedule) + ", " + std::to_string(config_.microbatches()) +
-                  " microbatches a step | " + backend_.device->description() + " | transport " + binding_.transport);
+  progress_->note("run folder " + run_directory_->path() + " | " + counted(config_.ranks(), "rank") + ", schedule " +
+                  name_of(config_.pipeline.schedule) + ", " + counted(config_.microbatches(), "microbatch", "es") +
+                  " a step | " + backend_.device->description() + " | transport " + binding_.transport);
   if (!binding_.table.empty()) progress_->note(binding_.table);
   for (const std::string& line : checkpoints_->notes()) progress_->note(line);
 }
@@ -130,13 +121,37 @@ ExitCode Trainer::run() {
   open_run();
   try {
     if (!train_and_evaluate()) report_.status = "stopped";
-  } catch (const NonFiniteError&) {
-    report_.status = "failed";
+    fill_report();
+  } catch (const NonFiniteError& e) {  // of every rank alike, so that the report can be complete
+    note_failure(e.what(), e.exit_code());
     fill_report();
     throw;
+  } catch (const Error& e) {
+    note_failure(e.what(), e.exit_code());
+    write_report_alone();
+    throw;
+  } catch (const std::exception& e) {
+    note_failure(e.what(), ExitCode::kRuntime);
+    write_report_alone();
+    throw;
   }
-  fill_report();
   return stopping_ ? ExitCode::kStoppedBySignal : ExitCode::kOk;
+}
+
+void Trainer::note_failure(const std::string& message, ExitCode code) {
+  report_.status = "failed";
+  report_.failure = RunFailure{message, static_cast<int>(code), begun_step_};
+}
+
+void Trainer::write_report_alone() noexcept {
+  if (!leads()) return;
+  try {
+    report_.rank_step_ms = {step_ms_};
+    report_.ranks.clear();
+    report_.checks.clear();
+    write_report(run_directory_->path(), report_);
+  } catch (const std::exception&) {  // the error that led here is told, not this one
+  }
 }
 
 bool Trainer::train_and_evaluate() {
@@ -150,10 +165,6 @@ bool Trainer::train_and_evaluate() {
   }
   if (valid_data_) log_evaluation(steps);
   if (out_of_domain_data_) report_.out_of_domain_loss = evaluate(*out_of_domain_data_);
-  if (valid_data_ && leads()) {
-    const std::int64_t windows = config_.training.eval_iters * config_.training.micro_batch_size;
-    report_.baselines = ngram_baseline(train_data_, *valid_data_, config_.model.vocab_size, windows);
-  }
   return true;
 }
 
@@ -172,6 +183,7 @@ void Trainer::save() {
 }
 
 void Trainer::train_step(std::uint32_t step) {
+  begun_step_ = step;
   // A replica takes its share of the step's windows, in order.
   const std::vector<std::int64_t> windows = sampler_.next();
   const auto share = static_cast<std::size_t>(config_.replica_batch_size());
@@ -189,8 +201,9 @@ void Trainer::train_step(std::uint32_t step) {
   if (!report_.initial_train_loss) report_.initial_train_loss = loss;
   report_.final_train_loss = loss;
   const bool skipped = result.scalars.skip != 0;
+  const bool goes_on = skipped && config_.training.on_nonfinite == NonFinitePolicy::kSkip;
   if (leads()) {
-    const StepRecord record{step, loss, static_cast<double>(result.scalars.norm), lr, slowest_ms, skipped};
+    const StepRecord record{step, loss, static_cast<double>(result.scalars.norm), lr, slowest_ms, goes_on};
     metrics_->append(record);
     progress_->step(record);
   }
@@ -234,9 +247,9 @@ void Trainer::handle_skip(std::uint32_t step, const OptimizerScalars& scalars) {
     throw NonFiniteError(
         what + "; weights are those before the step. Lower training.lr, or set training.on_nonfinite " + "to skip.");
   }
-  if (position_.consecutive_skips > config_.training.max_skipped) {
-    throw NonFiniteError(what + " and " + std::to_string(position_.consecutive_skips) +
-                         " steps in a row were skipped, more than training.max_skipped; lower training.lr.");
+  if (position_.consecutive_skips >= config_.training.max_skipped) {
+    throw NonFiniteError(what + ", and " + counted(position_.consecutive_skips, "step") +
+                         " in a row skipped reach training.max_skipped; lower training.lr.");
   }
   if (leads()) progress_->note(what + "; the step is skipped.");
 }
@@ -304,6 +317,11 @@ void Trainer::fill_report() {
   const std::vector<std::string> all = transport_->exchange(
       to_json(usage(), step_ms_).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace), Group::kWorld);
   if (!leads()) return;
+  // No rank waits for this one from here on: counting takes as long as the data are large.
+  if (valid_data_ && report_.status == "completed") {
+    const std::int64_t windows = config_.training.eval_iters * config_.training.micro_batch_size;
+    report_.baselines = ngram_baseline(train_data_, *valid_data_, config_.model.vocab_size, windows);
+  }
   progress_->finish();
   bool graphs_as_planned = true;
   for (std::size_t r = 0; r < all.size(); ++r) {
@@ -320,8 +338,8 @@ void Trainer::fill_report() {
   }
   report_.checks.push_back({"graphs captured as planned", graphs_as_planned, ""});
   report_.checks.push_back({"quiescent at the end", true, ""});
-  write_report(run_directory_, report_);
-  progress_->note("report " + run_directory_ + "/report.json");
+  write_report(run_directory_->path(), report_);
+  progress_->note("report " + run_directory_->path() + "/report.json");
 }
 
 }  // namespace qe

@@ -13,6 +13,7 @@
 #include "app/data/token_dataset.h"
 #include "app/progress.h"
 #include "app/report.h"
+#include "app/run_directory.h"
 #include "app/stop_signals.h"
 #include "core/runtime/pipeline_rank.h"
 #include "kernels/backend.h"
@@ -21,7 +22,7 @@ namespace qe {
 
 class Trainer {
  public:
-  // Collective over the job. Throws ConfigError when ranks do not have the same config, DataError for unusable data,
+  // Collective over the job, whose ranks have the same config and options. Throws DataError for unusable data,
   // CheckpointError when the start cannot be used. `signals` may be null.
   Trainer(const Config&, const StartOptions&, StopSignals* signals, const std::string& command_line);
   ~Trainer();
@@ -32,7 +33,6 @@ class Trainer {
   ExitCode run();
 
  private:
-  void agree_on_config(const StartOptions&) const;
   void start();
   void open_run();
   bool train_and_evaluate();  // false: asked to stop
@@ -44,7 +44,9 @@ class Trainer {
   void handle_skip(std::uint32_t step, const OptimizerScalars&);
   double evaluate(const TokenDataset&);
   void log_evaluation(std::int64_t step);
-  void fill_report();
+  void note_failure(const std::string& message, ExitCode);
+  void fill_report();                  // collective
+  void write_report_alone() noexcept;  // of what rank 0 knows, when the others may be gone
   [[nodiscard]] RankUsage usage() const;
   [[nodiscard]] bool leads() const { return transport_->rank(Group::kWorld) == 0; }
 
@@ -62,10 +64,11 @@ class Trainer {
   std::vector<std::int32_t> tokens_, targets_;  // [M, T]
   std::vector<double> step_ms_;
   RunPosition position_;  // of the last step; losses and skips of the whole run
+  std::int64_t begun_step_ = 0;
   bool stopping_ = false;
   RunReport report_;
   // Rank 0 only.
-  std::string run_directory_;
+  std::optional<RunDirectory> run_directory_;
   std::unique_ptr<MetricsLog> metrics_;
   std::unique_ptr<Progress> progress_;
 };

@@ -26,6 +26,7 @@ namespace {
 }
 
 #ifdef QE_WITH_CUDA
+constexpr bool kHasCuda = true;
 bool sees_cuda_device() { return CudaDevice::count() > 0; }
 
 Backend make_cuda(int ordinal) {
@@ -56,6 +57,7 @@ std::optional<RankBinding> bind_to_gpu(const std::string& transport, int pipelin
   return RankBinding{"cuda", card->transport, card->ordinal, card->table};
 }
 #else
+constexpr bool kHasCuda = false;
 bool sees_cuda_device() { return false; }
 Backend make_cuda(int) { refuse_cuda(); }
 std::unique_ptr<Transport> make_cuda_transport(Device&, int, int, double, const std::string&) { refuse_cuda(); }
@@ -66,6 +68,15 @@ std::optional<RankBinding> bind_to_gpu(const std::string&, int, int, double, boo
 #endif
 
 }  // namespace
+
+void expect_built(const std::string& backend, const std::string& transport) {
+  if (kHasCuda) return;
+  if (backend == "cuda") refuse_cuda();
+  if (transport == "ipc" || transport == "nccl") {
+    throw ConfigError("execution.transport is " + transport +
+                      ", but this build has no CUDA backend; build with the CUDA toolkit or use mpi or auto");
+  }
+}
 
 Backend make_backend(const std::string& name, int ordinal) {
   if (name == "cuda" || (name == "auto" && sees_cuda_device())) return make_cuda(ordinal);

@@ -19,6 +19,10 @@ struct Backend {
 // GPUs. Throws ConfigError when the backend was not built in, DeviceError when it has no usable device.
 Backend make_backend(const std::string& name, int ordinal = 0);
 
+// Throws ConfigError when this build has no backend that `backend` and `transport` ask for by name. Needs no device, so
+// that a job is refused before it starts.
+void expect_built(const std::string& backend, const std::string& transport);
+
 // What a rank of a job uses: the arguments of make_backend and make_transport.
 struct RankBinding {
   std::string backend;    // "cpu" or "cuda"

@@ -1,5 +1,7 @@
 #include "core/stage/weights.h"
 
+#include <new>
+
 #include "core/error.h"
 
 namespace qe {
@@ -27,8 +29,14 @@ Tensor StageWeights::master_group(int first, int count) const {
 
 void StageWeights::initialize(Device& device, Stream& stream, std::uint64_t seed) const {
   for (int i = 0; i < parameters_.size(); ++i) {
-    const std::vector<float> values = initial_values(parameters_[i], seed);
-    device.upload(stream, master(i).data, values.data(), values.size() * sizeof(float));
+    try {
+      const std::vector<float> values = initial_values(parameters_[i], seed);
+      device.upload(stream, master(i).data, values.data(), values.size() * sizeof(float));
+    } catch (const std::bad_alloc&) {
+      const std::int64_t bytes = parameters_[i].shape.elements() * static_cast<std::int64_t>(sizeof(float));
+      throw DeviceError("The host has no " + std::to_string(bytes) + " bytes left for the initial values of " +
+                        parameters_[i].name + "; use a smaller model, or raise the process's limit.");
+    }
   }
 }
 

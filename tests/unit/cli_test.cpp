@@ -132,13 +132,80 @@ TEST_CASE("what all ranks have wrong is printed once, and the job ends with the 
   CHECK(count(bad_data.text, "qeffect: error: ") == 1);
 }
 
+TEST_CASE("what one rank has wrong is printed with its rank, and no rank ends in silence") {
+  const Scratch dir;
+  const std::string good = kQeffect + " train --config " + tiny_config(dir);
+  const auto pair = [](const std::string& first, const std::string& second) {
+    return shell(std::string(QE_MPIEXEC) + " --oversubscribe -n 1 " + first + " : -n 1 " + second);
+  };
+  const Outcome config = pair(good, kQeffect + " train --config " + (dir / "none.json"));
+  INFO(config.text);
+  CHECK(config.code == 3);
+  CHECK(count(config.text, "qeffect: error: rank 1: The config file " + (dir / "none.json")) == 1);
+  const Outcome data = pair(good + " --set data.train=none.bin", good);
+  CHECK(data.code == 4);
+  CHECK(count(data.text, "qeffect: error: rank 0: data.train") == 1);
+  const Outcome usage = pair(good, kQeffect + " trian");
+  CHECK(usage.code == 2);
+  CHECK(count(usage.text, "qeffect: error: rank 1: trian is no command; the nearest is train") == 1);
+  const Outcome other = pair(good + " --set training.seed=1", good + " --set training.seed=2");
+  INFO(other.text);
+  CHECK(other.code == 3);
+  CHECK(count(other.text, "qeffect: error: ") == 1);
+  CHECK_THAT(other.text, ContainsSubstring("Rank 1 has \"seed\": 2 where rank 0 has \"seed\": 1; give every rank"));
+}
+
+TEST_CASE("wrong usage says where to look") {
+  CHECK_THAT(qeffect("trian --config x").text,
+             ContainsSubstring("trian is no command; the nearest is train, see qeffect --help."));
+  CHECK_THAT(qeffect("train --confg x").text, ContainsSubstring("; see qeffect train --help."));
+  CHECK_THAT(qeffect("tokenize").text, ContainsSubstring("; see qeffect tokenize --help."));
+  CHECK_THAT(qeffect("").text, ContainsSubstring("use train, bench,"));
+}
+
+TEST_CASE(
+    "a run that fails leaves a report with the error, its exit code and its step, and a line that says non_finite") {
+  const Scratch dir;
+  const std::string train = "train --config " + tiny_config(dir) +
+                            " --set training.train_iters=30 --set report.dir=" + (dir / "run") +
+                            " --set precision.compute=fp32";
+  const auto report = [&dir] {
+    std::ifstream file(dir / "run/report.json");
+    return nlohmann::json::parse(file);
+  };
+  const Outcome stopped = qeffect(train + " --set training.lr=1e6 --set optimizer.weight_decay=10");
+  INFO(stopped.text);
+  REQUIRE(stopped.code == 7);
+  CHECK(report()["status"] == "failed");
+  CHECK(report()["failure"]["exit_code"] == 7);
+  const int step = report()["failure"]["step"];
+  CHECK_THAT(report()["failure"]["message"].get<std::string>(), ContainsSubstring("Step " + std::to_string(step)));
+  std::ifstream metrics(dir / "run/metrics.jsonl");
+  std::string last;
+  for (std::string line; std::getline(metrics, line);) last = line;
+  CHECK(nlohmann::json::parse(last)["status"] == "non_finite");
+  CHECK_THAT(stopped.text, ContainsSubstring("| not finite"));
+  CHECK(count(stopped.text, "-nan") == 0);
+}
+
+TEST_CASE("a backend that was not built in is refused once, before the job starts") {
+  const Scratch dir;
+  const std::string train = "train --config " + tiny_config(dir);
+  const Outcome out = qeffect(train + " --set execution.backend=cuda");
+  if (out.text.find("has no CUDA backend") == std::string::npos) return;  // it was built in
+  CHECK(out.code == 3);
+  const Outcome two = ranks(2, train + " --set pipeline.pipeline_model_parallel_size=2 --set execution.transport=nccl");
+  CHECK(two.code == 3);
+  CHECK(count(two.text, "qeffect: error: execution.transport is nccl, but this build has no CUDA backend") == 1);
+}
+
 TEST_CASE("a job of the wrong size exits 3 and says how many ranks it needs") {
   const Scratch dir;
   const std::string train = "train --config " + tiny_config(dir) + " --set pipeline.pipeline_model_parallel_size=2";
   const Outcome alone = shell("env SLURM_NTASKS=2 SLURM_PROCID=0 " + kQeffect + " " + train);
   INFO(alone.text);
   CHECK(alone.code == 3);
-  CHECK_THAT(alone.text, ContainsSubstring("needs 2 rank(s)"));
+  CHECK_THAT(alone.text, ContainsSubstring("needs 2 ranks,"));
   CHECK_THAT(alone.text, ContainsSubstring("mpirun -n 2, or srun with an MPI plugin"));
   const Outcome three = ranks(3, train);
   CHECK(three.code == 3);

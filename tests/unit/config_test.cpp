@@ -267,21 +267,26 @@ TEST_CASE("contradictions between keys are refused at the key that should change
       {{"pipeline.pipeline_model_parallel_size=2", "pipeline.layers_per_stage=[1,2]"},
        "pipeline.layers_per_stage: found a sum of 3, wanted model.num_layers 4"},
       {{"pipeline.pipeline_model_parallel_size=2", "pipeline.layers_per_stage=[4]"},
-       "found 1 entries, wanted one for each of the 2"},
+       "found a list of 1, wanted an entry for each of the 2 stages"},
       {{"gradients.placement=arena", "pipeline.tape_slots=peak"},
        "pipeline.tape_slots: found \"peak\", gradients.placement arena"},
       {{"gradients.placement=copied", "gradients.dtype=bf16"},
        "gradients.dtype: found \"bf16\", gradients.placement copied"},
-      {{"precision.compute=fp32"}, "precision.compute fp32 runs only on \"cpu\""},
+      {{"precision.compute=fp32", "execution.backend=cuda"}, "precision.compute fp32 runs only on \"cpu\""},
       {{"precision.compute=bf16", "head.precision=fp8_dynamic"}, "head.precision: found an fp8 head without"},
       {{"training.lr=0.1", "training.min_lr=0.2", "training.lr_schedule=cosine"},
        "training.min_lr: found more than training.lr"},
       {{"training.min_lr=1e-5"}, "training.min_lr: has no effect under training.lr_schedule constant"},
       {{"training.lr_decay_iters=5"}, "training.lr_decay_iters: has no effect"},
+      {{"training.lr_schedule=cosine", "training.lr_decay_iters=0"},
+       "training.lr_decay_iters: found 0, wanted the step that reaches training.min_lr, at least 1."},
+      {{"training.train_iters=0"}, "training.train_iters: found 0, which evaluates only"},
+      {{"training.eval_interval=5"}, "training.eval_interval: has no effect without data.valid"},
+      {{"training.eval_iters=5"}, "training.eval_iters: has no effect without data.valid"},
       {{"training.lr_warmup_iters=101"},
        "training.lr_warmup_iters: found 101, wanted at most training.train_iters 100"},
       {{"training.lr_schedule=cosine", "training.lr_warmup_iters=50", "training.lr_decay_iters=40"},
-       "wanted at least training.lr_warmup_iters 50"},
+       "at least training.lr_warmup_iters 50"},
       {{"training.lr_schedule=wsd", "training.lr_warmup_iters=50", "training.lr_decay_iters=60"},
        "wanted at most the 50 steps"},
       {{"training.seq_length=65536", "model.max_position_embeddings=65536", "training.micro_batch_size=4096",
@@ -306,6 +311,8 @@ TEST_CASE("a key with a fault of its own does not cause a second line elsewhere"
 TEST_CASE("defaults follow from other keys") {
   CHECK(with({}).head.precision == HeadPrecision::kFp8Delayed);
   CHECK(with({"precision.compute=bf16"}).head.precision == HeadPrecision::kBf16);
+  CHECK(with({"precision.compute=fp32"}).execution.backend == "cpu");
+  CHECK(with({"precision.compute=bf16"}).execution.backend == "auto");
   CHECK(with({"pipeline.schedule=zbv"}).pipeline.virtual_pipeline_model_parallel_size == 2);
   CHECK(with({}).pipeline.tape_slots == TapeSlots::kPeak);
   CHECK(with({"gradients.placement=copied"}).pipeline.tape_slots == TapeSlots::kPerMicrobatch);
@@ -426,6 +433,21 @@ TEST_CASE("the learning rate follows its schedule exactly at the corners") {
   t.lr_warmup_iters = 0;
   CHECK(learning_rate(t, 1) == 1);
   CHECK(learning_rate(t, 100) == 1);
+}
+
+TEST_CASE("no schedule wastes a step on a learning rate of zero but the one that reaches min_lr") {
+  for (const char* schedule : {"linear", "cosine"}) {
+    const std::string key = std::string("training.lr_schedule=") + schedule;
+    const TrainingSection warm =
+        with({"training.lr=1", "training.train_iters=4", "training.lr_warmup_iters=4", key}).training;
+    CHECK(learning_rate(warm, 3) == 0.75);
+    CHECK(learning_rate(warm, 4) == 1);
+  }
+  for (const int steps : {1, 5, 9}) {
+    const TrainingSection wsd =
+        with({"training.lr=1", "training.train_iters=" + std::to_string(steps), "training.lr_schedule=wsd"}).training;
+    for (int step = 1; step <= steps; ++step) CHECK(learning_rate(wsd, step) == 1);
+  }
 }
 
 TEST_CASE("the committed schema and key page are the ones the key table makes") {

@@ -11,6 +11,7 @@
 
 #include "app/environment.h"
 #include "app/progress.h"
+#include "app/run_directory.h"
 #include "core/error.h"
 #include "tests/catch.h"
 #include "tests/unit/sample_report.h"
@@ -130,22 +131,45 @@ TEST_CASE("a run directory is fresh by default, reused when named, and holds the
   const auto before = std::filesystem::current_path();
   std::filesystem::current_path(dir / "");
   Config config = parse_config("{}", "configs/tiny.json");
-  const std::string first = make_run_directory(config), second = make_run_directory(config);
+  const auto made = [&config] { return RunDirectory(config).path(); };
+  const std::string first = made(), second = made();
   CHECK(first != second);
   CHECK(first.starts_with("runs/tiny-"));
   CHECK(dump_config(load_config(second + "/config.json")) == dump_config(config));
   config.report.dir = "named/deep";
-  CHECK(make_run_directory(config) == "named/deep");
-  CHECK(make_run_directory(config) == "named/deep");
+  CHECK(made() == "named/deep");
+  CHECK(made() == "named/deep");
   write_report("named/deep", full_report());
   CHECK(std::filesystem::exists("named/deep/report.json"));
   CHECK_FALSE(std::filesystem::exists("named/deep/report.json.tmp"));
-  make_run_directory(config);  // a run that fails before its report must not seem to have this one
+  made();  // a run that fails before its report must not seem to have this one
   CHECK_FALSE(std::filesystem::exists("named/deep/report.json"));
   write_report("named/deep", full_report());
   config.report.dir = "named/deep/report.json/x";
-  CHECK_THROWS_AS(make_run_directory(config), ConfigError);
+  CHECK_THROWS_AS(made(), ConfigError);
   std::filesystem::current_path(before);
+}
+
+TEST_CASE("two runs do not write to one folder: the second is refused, until the first has ended") {
+  const Scratch dir;
+  Config config = parse_config("{}", "tiny.json");
+  config.report.dir = dir / "run";
+  {
+    const RunDirectory first(config);
+    std::ofstream(dir / "run/report.json") << "{}";
+    CHECK_THROWS_WITH(RunDirectory(config), ContainsSubstring("another run is writing to " + (dir / "run")));
+    CHECK(std::filesystem::exists(dir / "run/report.json"));
+  }
+  CHECK(RunDirectory(config).path() == dir / "run");
+}
+
+TEST_CASE("a failed run's report says why, with which exit code and in which step") {
+  RunReport r = full_report();
+  CHECK(json::parse(report_json(r))["failure"].is_null());
+  r.status = "failed";
+  r.failure = RunFailure{"Token file a.bin ends", 4, 17};
+  const json failure = json::parse(report_json(r))["failure"];
+  CHECK(failure == json{{"message", "Token file a.bin ends"}, {"exit_code", 4}, {"step", 17}});
 }
 
 TEST_CASE("log lines say what users look for") {
@@ -153,6 +177,8 @@ TEST_CASE("log lines say what users look for") {
   CHECK_THAT(step_line({12, 3.14159, 1.5, 3e-4, 8, false}, config),
              ContainsSubstring("step     12/100 | loss 3.1416 | norm 1.5000 | lr 3.00e-04 | 8.00 ms | 32000 tok/s"));
   CHECK_THAT(step_line({12, kNaN, 1.5, 3e-4, 8, true}, config), ContainsSubstring("| skipped"));
+  CHECK_THAT(step_line({12, 1.5, -kNaN, 3e-4, 8, false}, config),
+             ContainsSubstring("| norm nan |") && ContainsSubstring("| not finite"));
   CHECK_THAT(eval_line({100, 1.25, 640, 3}, config), ContainsSubstring("valid loss 1.2500 over 640 tokens"));
   CHECK(progress_line(50, 100, 74460) == "[##########----------]  50.0%  1:02:03 left");
   CHECK(progress_line(100, 100, 5) == "[####################] 100.0%  0:00:00 left");

@@ -12,6 +12,7 @@ int main(int argc, char** argv) {
   minimal.config = qe::parse_config("{}", "tiny.json");
   qe::RunReport failed = qe::full_report();
   failed.status = "failed";
+  failed.failure = qe::RunFailure{"Step 3: the global norm is not finite", 7, 3};
   failed.final_train_loss = std::numeric_limits<double>::quiet_NaN();
   int i = 0;
   for (const qe::RunReport& r : {qe::full_report(), minimal, failed}) {

@@ -1,0 +1,195 @@
+#include "app/job.h"
+
+#include <mpi.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <new>
+#include <optional>
+#include <sstream>
+#include <vector>
+
+#include "app/config_faults.h"
+#include "core/error.h"
+
+namespace qe {
+namespace {
+
+constexpr std::size_t kMostRanksNamed = 8;
+
+struct Verdict {
+  int code = 0;
+  std::string text;  // the refusal, or with code 0 what the rank has in mind
+};
+
+bool is_set(const char* variable) { return std::getenv(variable) != nullptr; }
+bool zero_or_unset(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value == nullptr || std::string(value) == "0";
+}
+
+// Open MPI, PMI-2 and PMIx tell a process so that it is a rank.
+bool has_launcher() { return is_set("OMPI_COMM_WORLD_SIZE") || is_set("PMI_SIZE") || is_set("PMIX_RANK"); }
+
+// Tasks that srun started without MPI know nothing of each other: one of each host speaks.
+bool speaks_for_its_host() { return zero_or_unset("SLURM_LOCALID"); }
+
+// Every rank's text, on every rank. In MPI alone: the transports are made later.
+std::vector<std::string> gather(const std::string& mine) {
+  int size = 1;
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  const int length = static_cast<int>(mine.size());
+  std::vector<int> lengths(static_cast<std::size_t>(size)), starts(lengths);
+  MPI_Allgather(&length, 1, MPI_INT, lengths.data(), 1, MPI_INT, MPI_COMM_WORLD);
+  int total = 0;
+  for (std::size_t r = 0; r < lengths.size(); ++r) starts[r] = std::exchange(total, total + lengths[r]);
+  std::string joined(static_cast<std::size_t>(total), '\0');
+  MPI_Allgatherv(mine.data(), length, MPI_CHAR, joined.data(), lengths.data(), starts.data(), MPI_CHAR, MPI_COMM_WORLD);
+  std::vector<std::string> all;
+  for (std::size_t r = 0; r < lengths.size(); ++r) {
+    all.push_back(joined.substr(static_cast<std::size_t>(starts[r]), static_cast<std::size_t>(lengths[r])));
+  }
+  return all;
+}
+
+std::vector<Verdict> exchange(const Verdict& mine) {
+  std::vector<Verdict> all;
+  for (const std::string& text : gather(std::to_string(mine.code) + " " + mine.text)) {
+    const std::size_t space = text.find(' ');
+    all.push_back({std::stoi(text.substr(0, space)), text.substr(space + 1)});
+  }
+  return all;
+}
+
+std::string named(const std::vector<std::size_t>& ranks) {
+  std::vector<std::string> names;
+  for (const std::size_t r : ranks) names.push_back(std::to_string(r));
+  if (names.size() > kMostRanksNamed) {
+    const std::size_t others = names.size() - kMostRanksNamed;
+    names.resize(kMostRanksNamed);
+    names.push_back(std::to_string(others) + " more");
+  }
+  return (names.size() == 1 ? "rank " : "ranks ") + join(names) + ": ";
+}
+
+// The first line that two texts do not share, as each has it.
+std::pair<std::string, std::string> first_difference(const std::string& a, const std::string& b) {
+  const auto bare = [](const std::string& line) {
+    const std::size_t start = line.find_first_not_of(' '), end = line.find_last_not_of(" ,");
+    return shortened(start == std::string::npos ? "nothing" : line.substr(start, end - start + 1), 100);
+  };
+  std::istringstream left(a), right(b);
+  std::string l, r;
+  do {
+    l.clear(), r.clear();
+    std::getline(left, l);
+    std::getline(right, r);
+  } while (l == r && (left || right));
+  return {bare(l), bare(r)};
+}
+
+// The job's exit code, alike on every rank; 0: all go on. Rank 0 prints.
+int agree(const Verdict& mine) {
+  const std::vector<Verdict> all = exchange(mine);
+  int rank = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  const bool speaks = rank == 0 && (all.size() > 1 || speaks_for_its_host());
+  std::map<std::string, std::vector<std::size_t>> refusals;
+  int code = 0;
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r].code == 0) continue;
+    refusals[all[r].text].push_back(r);
+    if (code == 0) code = all[r].code;
+  }
+  for (const auto& [message, ranks] : refusals) {
+    if (speaks) print_error((ranks.size() == all.size() ? "" : named(ranks)) + message);
+  }
+  if (code != 0) return code;
+  const auto other = std::find_if(all.begin(), all.end(), [&](const Verdict& v) { return v.text != all.front().text; });
+  if (other == all.end()) return 0;
+  const auto [first, here] = first_difference(all.front().text, other->text);
+  if (speaks) {
+    print_error("Rank " + std::to_string(other - all.begin()) + " has " + here + " where rank 0 has " + first +
+                "; give every rank the same file and the same options.");
+  }
+  return static_cast<int>(ExitCode::kConfig);
+}
+
+// Whether the job has the ranks that the config needs; rank 0 says it if not.
+bool check_size(const Config& config, int rank, int size) {
+  if (size == config.ranks()) return true;
+  const std::string wanted = std::to_string(config.ranks());
+  if (rank == 0 && speaks_for_its_host()) {
+    print_error("The config needs " + counted(config.ranks(), "rank") +
+                ", pipeline.pipeline_model_parallel_size x parallel.data, and got " + std::to_string(size) +
+                "; start it with mpirun -n " + wanted +
+                (size == 1 && is_set("SLURM_NTASKS") ? ", or srun with an MPI plugin (--mpi=pmix)." : "."));
+  }
+  return false;
+}
+
+// Messages of the transports begin with their rank already.
+void print_of_rank(int rank, const std::string& message) {
+  const std::string prefix = "rank " + std::to_string(rank) + ": ";
+  print_error(message.starts_with(prefix) ? message : prefix + message);
+}
+
+// An exception leaves through MPI_Abort, or the other ranks would wait for this one.
+int run_body(const Config& config, const std::function<int(const Config&)>& body) {
+  int rank = 0, size = 1;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  if (!check_size(config, rank, size)) return static_cast<int>(ExitCode::kConfig);
+  int code = static_cast<int>(ExitCode::kRuntime);
+  try {
+    return body(config);
+  } catch (const NonFiniteError& e) {  // every rank decided alike: told once, and the job ends in order
+    if (rank == 0) print_error(e.what());
+    return static_cast<int>(e.exit_code());
+  } catch (const CheckpointError& e) {  // as above
+    if (rank == 0) print_error(e.what());
+    return static_cast<int>(e.exit_code());
+  } catch (const Error& e) {
+    print_of_rank(rank, e.what());
+    code = static_cast<int>(e.exit_code());
+  } catch (const std::bad_alloc&) {
+    print_of_rank(rank,
+                  "The host has no memory left; make the model or the batch smaller, or raise the process's limit.");
+  } catch (const std::exception& e) {
+    print_of_rank(rank, e.what());
+  }
+  std::fflush(nullptr);
+  MPI_Abort(MPI_COMM_WORLD, code);
+  return code;
+}
+
+}  // namespace
+
+void print_error(const std::string& message) { std::fprintf(stderr, "qeffect: error: %s\n", message.c_str()); }
+
+int run_job(const std::function<JobStart()>& prepare, const std::function<int(const Config&)>& body) {
+  std::optional<JobStart> start;
+  Verdict verdict;
+  try {
+    start = prepare();
+    verdict.text = start->identity;
+  } catch (const Error& e) {
+    verdict = {static_cast<int>(e.exit_code()), e.what()};
+  } catch (const std::exception& e) {
+    verdict = {static_cast<int>(ExitCode::kRuntime), e.what()};
+  }
+  if (verdict.code != 0 && !has_launcher()) {
+    if (speaks_for_its_host()) print_error(verdict.text);
+    return verdict.code;
+  }
+  int provided = 0;
+  MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);
+  int code = agree(verdict);
+  if (code == 0) code = run_body(start->config, body);
+  MPI_Finalize();
+  return code;
+}
+
+}  // namespace qe
