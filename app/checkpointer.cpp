@@ -31,15 +31,24 @@ Checkpointer::Checkpointer(const Config& config, const StartOptions& options, Tr
   const std::string& dir = config_.checkpoint.dir;
   if (!dir.empty()) probe_shared_folder(*storage_, transport_, dir);
   if (options.resume) found_ = find_checkpoint(transport_, dir, *options.resume);
-  if (found_) {
-    resumed_ = compare_for_resume(found_->manifest, found_->folder, config_, train_files_, options.overrides);
-    resumed_->from = found_->folder;
-    resumed_->step = found_->manifest.position.step;
-    resumed_->passed_over = found_->passed_over;
-  } else if (!options.init_from.empty()) {
+  const bool resumes = found_.has_value();
+  if (!resumes && !options.init_from.empty()) {
     found_ = find_checkpoint(transport_, dir, options.init_from);
-    require_same_model(found_->manifest, found_->folder, config_);
+    if (!found_) throw CheckpointError("--init-from " + options.init_from + ": " + dir + " has no checkpoint.");
   }
+  if (!found_) return;
+  // Hosts may have other data under the same names.
+  all_or_none(transport_, [&]() -> std::string {
+    if (resumes) {
+      resumed_ = compare_for_resume(found_->manifest, found_->folder, config_, train_files_, options.overrides);
+      resumed_->from = found_->folder;
+      resumed_->step = found_->manifest.position.step;
+      resumed_->passed_over = found_->passed_over;
+    } else {
+      require_same_model(found_->manifest, found_->folder, config_);
+    }
+    return "";
+  });
 }
 
 Checkpointer::~Checkpointer() = default;

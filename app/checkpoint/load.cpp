@@ -24,7 +24,11 @@ std::optional<std::int64_t> as_step(const std::string& text) {
 std::string named_folder(const std::string& dir, const std::string& wanted) {
   const auto step = as_step(wanted);
   const std::string folder = step ? path_in(dir, step_name(*step)) : wanted;
-  if (fs::is_directory(folder)) return folder;
+  if (fs::is_directory(folder)) {
+    if (fs::exists(path_in(folder, kManifestName)) || steps_in(folder).empty()) return folder;
+    throw CheckpointError(folder + " is a folder of checkpoints, with " + listed(steps_in(folder)) +
+                          "; name one of them, as " + path_in(folder, step_name(steps_in(folder).back())) + ".");
+  }
   throw CheckpointError("There is no checkpoint " + folder + "; " + dir + " has " + listed(steps_in(dir)) +
                         ". Resume from one of those, or from \"latest\", which starts afresh where none is.");
 }

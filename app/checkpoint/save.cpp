@@ -1,4 +1,4 @@
-#include <bit>
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
@@ -83,11 +83,12 @@ std::vector<std::string> all_or_none(Transport& transport, const std::function<s
     text = std::string("-") + e.what();
   }
   std::vector<std::string> all = transport.exchange(text, Group::kWorld);
+  const bool all_alike = std::all_of(all.begin(), all.end(), [&](const std::string& s) { return s == all.front(); });
+  if (all_alike && text.starts_with('-')) throw CheckpointError(text.substr(1));
   std::string errors;
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (all[r].starts_with('-')) {
-      errors += (errors.empty() ? "" : "\n") + (all.size() > 1 ? "rank " + std::to_string(r) + ": " : std::string()) +
-                all[r].substr(1);
+      errors += (errors.empty() ? "rank " : "\nrank ") + std::to_string(r) + ": " + all[r].substr(1);
     }
     all[r].erase(0, 1);
   }

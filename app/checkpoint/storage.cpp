@@ -1,7 +1,6 @@
 #include "app/checkpoint/storage.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
 
@@ -23,6 +22,10 @@ namespace fs = std::filesystem;
                         "); check free space and permissions of that folder.");
 }
 [[noreturn]] void fail(const std::string& doing, const std::string& path) { fail(doing, path, std::strerror(errno)); }
+
+CheckpointError unreadable(const std::string& path, const std::string& failure) {
+  return CheckpointError(path + " " + failure + "; restore it or use another checkpoint.");
+}
 
 class DiskFile final : public OutputFile {
  public:
@@ -92,29 +95,14 @@ void Storage::write_file(const std::string& path, const std::string& text) {
 
 std::unique_ptr<Storage> make_disk_storage() { return std::make_unique<DiskStorage>(); }
 
-InputFile::InputFile(const std::string& path) : path_(path), descriptor_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
-  struct stat status {};
-  if (descriptor_ < 0 || ::fstat(descriptor_, &status) != 0) {
-    const int reason = errno;
-    if (descriptor_ >= 0) ::close(descriptor_);
-    throw CheckpointError("Cannot read " + path_ + " (" + std::strerror(reason) +
-                          "); restore it or use another checkpoint.");
-  }
-  size_ = S_ISREG(status.st_mode) ? static_cast<std::uint64_t>(status.st_size) : 0;
+InputFile::InputFile(const std::string& path) : path_(path), file_(path) {
+  if (!file_.failure().empty()) throw unreadable(path_, file_.failure());
 }
 
-InputFile::~InputFile() { ::close(descriptor_); }
-
 void InputFile::read(std::uint64_t offset, std::span<unsigned char> out) const {
-  while (!out.empty()) {
-    const ssize_t n = ::pread(descriptor_, out.data(), out.size(), static_cast<off_t>(offset));
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) fail("read", path_);
-    if (n == 0)
-      throw CheckpointError("Cannot read " + path_ + ": it ends early; restore it or use another checkpoint.");
-    offset += static_cast<std::uint64_t>(n);
-    out = out.subspan(static_cast<std::size_t>(n));
-  }
+  const auto read = file_.read(offset, out.data(), out.size());
+  if (!read) throw unreadable(path_, std::string("cannot be read: ") + std::strerror(errno));
+  if (*read != out.size()) throw unreadable(path_, "ends early");
 }
 
 std::string read_text_file(const std::string& path) {

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "app/regular_file.h"
+
 namespace qe {
 
 using Bytes = std::span<const unsigned char>;
@@ -39,18 +41,14 @@ std::unique_ptr<Storage> make_disk_storage();
 class InputFile {
  public:
   explicit InputFile(const std::string& path);
-  ~InputFile();
-  InputFile(const InputFile&) = delete;
-  InputFile& operator=(const InputFile&) = delete;
 
   [[nodiscard]] const std::string& path() const noexcept { return path_; }
-  [[nodiscard]] std::uint64_t size() const noexcept { return size_; }
+  [[nodiscard]] std::uint64_t size() const noexcept { return file_.size(); }
   void read(std::uint64_t offset, std::span<unsigned char> out) const;
 
  private:
   std::string path_;
-  int descriptor_;
-  std::uint64_t size_ = 0;
+  RegularFile file_;
 };
 
 std::string read_text_file(const std::string& path);

@@ -271,6 +271,7 @@ TEST_CASE("what is not there is refused with what is; only \"latest\" may start 
   make_checkpoint(store, 6);
   CHECK_THAT(find(store, "7").error, ContainsSubstring("has steps 3 and 6"));
   CHECK_THAT(find(store, dir / "elsewhere").error, ContainsSubstring("elsewhere"));
+  CHECK_THAT(find(store, store).error, ContainsSubstring("a folder of checkpoints, with steps 3 and 6"));
   for (const std::int64_t step : {3, 6}) fs::remove(path_in(store, step_name(step) + "/manifest.json"));
   CHECK_THAT(find(store, "latest").error, ContainsSubstring("step_00000003/manifest.json"));
   CHECK_THAT(find(store, "latest").error, ContainsSubstring("step_00000006/manifest.json"));

@@ -79,6 +79,33 @@ TEST_CASE("losses in reports and metrics read back to the same bits") {
   }
 }
 
+TEST_CASE("a resumed run keeps the metrics up to its step, and writes each later line once") {
+  const Scratch dir;
+  const Config config = parse_config("{}", "tiny.json", {"training.train_iters=4"});
+  const auto steps_of = [&] {
+    std::vector<std::string> found;
+    for (const std::string& line : lines_of(dir / "metrics.jsonl")) {
+      const json j = json::parse(line);
+      found.push_back(j["event"].get<std::string>() + std::to_string(j["step"].get<int>()));
+    }
+    return found;
+  };
+  {
+    MetricsLog log(dir / "", config);
+    for (int step = 1; step <= 4; ++step) log.append(StepRecord{step, 1, 1, 1, 1, false});
+    log.append(EvalRecord{2, 1, 64, 5});
+    log.append(EvalRecord{4, 1, 64, 5});
+  }
+  std::ofstream(dir / "metrics.jsonl", std::ios::app) << "{\"event\": \"step\", \"st";  // killed while it wrote
+  using Names = std::vector<std::string>;
+  { const MetricsLog log(dir / "", config, 4); }  // the evaluation after the last step is made again
+  CHECK(steps_of() == Names{"step1", "step2", "step3", "step4", "eval2"});
+  { MetricsLog(dir / "", config, 2).append(StepRecord{3, 2, 1, 1, 1, false}); }
+  CHECK(steps_of() == Names{"step1", "step2", "eval2", "step3"});
+  { const MetricsLog log(dir / "", config); }
+  CHECK(steps_of().empty());
+}
+
 TEST_CASE("a metrics line is on disk when append returns, and non-finite numbers are null with a status") {
   const Scratch dir;
   const Config config = parse_config("{}", "tiny.json");

@@ -11,6 +11,10 @@ inline RunReport full_report() {
   r.config = parse_config("{}", "tiny.json", {"pipeline.pipeline_model_parallel_size=2", "data.train=a.bin"});
   r.rank_step_ms = {{90, 10, 13, 11}, {80, 12, 9, 14}};
   r.skipped_steps = 1;
+  r.init_from = "old/step_00000009";
+  r.resumed = ResumeRecord{"new/step_00000003", 3, {"step_00000004 was not finished."}, {}, {}, false};
+  r.resumed->overridden = {{"training.lr", "0.001", "0.002"}};
+  r.resumed->changed = {{"pipeline.schedule", "\"zbv\"", "\"1f1b\""}};
   r.initial_train_loss = 5.5;
   r.final_train_loss = 0.1;
   r.final_valid_loss = 1.0 / 3;
