@@ -130,10 +130,12 @@ bool check_size(const Config& config, int rank, int size) {
   return false;
 }
 
-// Messages of the transports begin with their rank already.
-void print_of_rank(int rank, const std::string& message) {
-  const std::string prefix = "rank " + std::to_string(rank) + ": ";
-  print_error(message.starts_with(prefix) ? message : prefix + message);
+// Messages of the transports begin with their rank already; a job of one has no use for it.
+void print_of_rank(int rank, int size, const std::string& message) {
+  if (size == 1) return print_error(message);
+  const std::string name = "rank " + std::to_string(rank);
+  const bool named = message.starts_with(name + ":") || message.starts_with(name + " ");
+  print_error(named ? message : name + ": " + message);
 }
 
 // An exception leaves through MPI_Abort, or the other ranks would wait for this one.
@@ -152,14 +154,15 @@ int run_body(const Config& config, const std::function<int(const Config&)>& body
     if (rank == 0) print_error(e.what());
     return static_cast<int>(e.exit_code());
   } catch (const Error& e) {
-    print_of_rank(rank, e.what());
+    print_of_rank(rank, size, e.what());
     code = static_cast<int>(e.exit_code());
   } catch (const std::bad_alloc&) {
-    print_of_rank(rank,
+    print_of_rank(rank, size,
                   "The host has no memory left; make the model or the batch smaller, or raise the process's limit.");
   } catch (const std::exception& e) {
-    print_of_rank(rank, e.what());
+    print_of_rank(rank, size, e.what());
   }
+  if (size == 1) return code;  // nobody waits
   std::fflush(nullptr);
   MPI_Abort(MPI_COMM_WORLD, code);
   return code;

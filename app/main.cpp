@@ -137,7 +137,7 @@ int dispatch(const CLI::App& app, const CommandLine& line) {
   if (app.got_subcommand("schema")) {
     return std::fputs((line.schema_markdown ? config_markdown() : config_schema()).c_str(), stdout) < 0 ? 1 : 0;
   }
-  throw UsageError("There is no command; use " + join(command_names(app)) + ", or see qeffect --help.");
+  throw UsageError("No command is given; there are " + join(command_names(app)) + ", see qeffect --help.");
 }
 
 // A parser's message, with where to look. `first` is the first argument.

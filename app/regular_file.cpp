@@ -16,7 +16,7 @@ constexpr std::size_t kBlock = 1 << 20;
 std::string refusal_of(mode_t mode) {
   if (S_ISREG(mode)) return "";
   if (S_ISDIR(mode)) return "is a directory, wanted a file";
-  return "is not a regular file; copy what it gives to one";
+  return "is not a regular file";
 }
 
 }  // namespace

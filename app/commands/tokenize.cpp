@@ -4,6 +4,7 @@
 #include <filesystem>
 
 #include "app/commands/commands.h"
+#include "app/config_faults.h"
 #include "app/data/byte_tokenizer.h"
 #include "app/data/token_dataset.h"
 #include "app/regular_file.h"
@@ -58,8 +59,8 @@ int run_tokenize(const TokenizeOptions& options) {
     append_document(text, tokens);
   }
   if (tokens.size() == options.inputs.size()) {
-    throw DataError("The " + std::to_string(options.inputs.size()) + " input(s), " + options.inputs.front() +
-                    " first, hold no text; nothing is written.");
+    throw DataError(counted(std::ssize(options.inputs), "input") + ", " + options.inputs.front() +
+                    " first, without any text; nothing is written.");
   }
   write_token_file(options.output, tokens);
   std::printf("%s: %zu tokens of %zu document%s, model.vocab_size %d\n", options.output.c_str(), tokens.size(),

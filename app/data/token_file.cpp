@@ -60,6 +60,7 @@ Header read_header(const std::string& path, const RegularFile& file) {
   if (file.failure().starts_with("is a directory")) {
     refuse(path, file.failure() + "; name its files, as in " + path + "/*.bin.");
   }
+  if (file.failure().starts_with("is not a regular")) refuse(path, file.failure() + "; copy what it gives to one.");
   if (!file.failure().empty()) refuse(path, file.failure() + ".");
   if (file.size() == 0) refuse(path, "is empty, wanted a header of 1024 bytes and tokens.");
   if (file.size() < kHeaderBytes) {

@@ -77,17 +77,18 @@ TEST_CASE("schema prints what is committed") {
   CHECK(qeffect("schema").text == committed.str());
 }
 
-TEST_CASE("bench times complete steps and every operation, without data") {
+TEST_CASE("bench times complete steps, and every operation on rank 0, for which no rank has to wait") {
   const Scratch dir;
   std::ofstream(dir / "c.json") << R"({"data": {"train": "none.bin"}, "model": {"num_layers": 2},
-                                      "training": {"seq_length": 16, "global_batch_size": 2}})";
+                                      "training": {"seq_length": 16, "global_batch_size": 2},
+                                      "pipeline": {"pipeline_model_parallel_size": 2}, "runtime": {"timeout_s": 2}})";
   const Outcome out =
-      qeffect("bench --config " + (dir / "c.json") + " --steps 2 --warmup 1 --ops --output " + (dir / "bench.json"));
+      ranks(2, "bench --config " + (dir / "c.json") + " --steps 2 --warmup 1 --ops --output " + (dir / "bench.json"));
   INFO(out.text);
   REQUIRE(out.code == 0);
   std::ifstream file(dir / "bench.json");
   const auto result = nlohmann::json::parse(file);
-  CHECK(result["steps"]["rank_ms"].size() == 1);
+  CHECK(result["steps"]["rank_ms"].size() == 2);
   CHECK(result["steps"]["rank_ms"][0].size() == 2);
   CHECK(result["steps"]["median_ms"] > 0.0);
   std::set<std::string> names;
@@ -100,8 +101,9 @@ TEST_CASE("bench times complete steps and every operation, without data") {
     INFO(expected);
     CHECK(names.count(expected) == 1);
   }
-  CHECK(qeffect("bench --config " + (dir / "c.json") + " --steps 1 --output " + (dir / "no/such/folder.json")).code ==
-        2);
+  CHECK(qeffect("bench --config " + (dir / "c.json") +
+                " --set pipeline.pipeline_model_parallel_size=1 --steps 1 --output " + (dir / "no/such/folder.json"))
+            .code == 2);
 }
 
 TEST_CASE("a bad config exits 3, bad data exits 4, an existing output exits 2") {
@@ -160,7 +162,7 @@ TEST_CASE("wrong usage says where to look") {
              ContainsSubstring("trian is no command; the nearest is train, see qeffect --help."));
   CHECK_THAT(qeffect("train --confg x").text, ContainsSubstring("; see qeffect train --help."));
   CHECK_THAT(qeffect("tokenize").text, ContainsSubstring("; see qeffect tokenize --help."));
-  CHECK_THAT(qeffect("").text, ContainsSubstring("use train, bench,"));
+  CHECK_THAT(qeffect("").text, ContainsSubstring("there are train, bench,"));
 }
 
 TEST_CASE(
@@ -186,6 +188,19 @@ TEST_CASE(
   CHECK(nlohmann::json::parse(last)["status"] == "non_finite");
   CHECK_THAT(stopped.text, ContainsSubstring("| not finite"));
   CHECK(count(stopped.text, "-nan") == 0);
+}
+
+TEST_CASE("a run stops when max_skipped steps in a row are skipped, and each of them is logged so") {
+  const Scratch dir;
+  const Outcome out =
+      qeffect("train --config " + tiny_config(dir) + " --set report.dir=" + (dir / "run") +
+              " --set training.train_iters=30 --set training.lr=1e6 --set optimizer.weight_decay=10" +
+              " --set precision.compute=fp32 --set training.on_nonfinite=skip --set training.max_skipped=2");
+  INFO(out.text);
+  CHECK(out.code == 7);
+  CHECK(count(out.text, "| skipped") == 2);
+  CHECK(count(out.text, "not finite; the step is skipped") == 1);
+  CHECK(count(out.text, "2 steps in a row skipped reach training.max_skipped") == 1);
 }
 
 TEST_CASE("a backend that was not built in is refused once, before the job starts") {

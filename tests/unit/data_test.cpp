@@ -333,7 +333,7 @@ TEST_CASE("tokenize writes the end mark before each document and refuses to over
   CHECK_THROWS_WITH(run_tokenize(options), ContainsSubstring("missing.txt"));
   options = {{dir / "a.txt"}, dir / "no_such_folder/out.bin", false};
   CHECK_THROWS_WITH(run_tokenize(options), ContainsSubstring((dir / "no_such_folder/out.bin") + " cannot be created"));
-  CHECK_THROWS_WITH(run_tokenize({{dir / "b.txt"}, dir / "empty.bin", false}), ContainsSubstring("hold no text"));
+  CHECK_THROWS_WITH(run_tokenize({{dir / "b.txt"}, dir / "empty.bin", false}), ContainsSubstring("without any text"));
   CHECK_FALSE(std::filesystem::exists(dir / "empty.bin"));
 }
 
