@@ -1,10 +1,14 @@
 // What a run counts, and what must leave training untouched: capture, evaluation, a skipped step, a frozen scalar.
+#include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <limits>
+#include <map>
 
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cpu/thread_transport.h"
 #include "tests/catch.h"
-#include "tests/runtime/training_run.h"
+#include "tests/runtime/reference_program.h"
 
 namespace qe::testing {
 namespace {
@@ -111,6 +115,46 @@ TEST_CASE("evaluation every two steps leaves the bits of training unchanged") {
   for (const double loss : evaluated) CHECK(std::fabs(loss / (3 * 32) - std::log(257.0)) < 0.3);
 }
 
+TEST_CASE("evaluation computes losses and no gradient: the logits' memory still holds logits") {
+  const Config config = test_config({});
+  Program program(config);
+  const Batch batch = synthetic_batch(config, 1);
+  program.step(batch, 1e-3, 1);
+  program.ops.losses.clear();
+  const double loss = program.rank.evaluate(batch.tokens, batch.targets, 1);
+  REQUIRE(program.ops.losses.size() == 1);
+  CHECK_FALSE(program.ops.losses[0].write_gradient);
+  const Matrix logits = Program::matrix_of(program.ops.losses[0].logits);
+  double wanted = 0.0;
+  for (int t = 0; t < logits.rows(); ++t) {
+    double sum = 0.0;
+    for (int v = 0; v < config.model.vocab_size; ++v) sum += std::exp(logits(t, v));
+    wanted += std::log(sum) - logits(t, batch.targets[static_cast<std::size_t>(t)]);
+  }
+  CHECK(std::fabs(loss / wanted - 1.0) < 1e-6);
+}
+
+TEST_CASE("evaluation's losses do not depend on the order in which sends and forwards run") {
+  // Every microbatch passes through slot 0, so each F rewrites an output that a send may still have to read.
+  for (const char* schedule : {"gpipe", "1f1b", "interleaved_1f1b", "zb1p", "zbv"}) {
+    std::vector<double> losses;
+    for (std::uint64_t seed = 0; seed < 8; ++seed) {
+      const Config config = reference_config({"model.num_layers=4", std::string("pipeline.schedule=") + schedule,
+                                              "pipeline.pipeline_model_parallel_size=2"});
+      RunOptions options{.steps = 1, .trace = false, .policy = DrainPolicy::kAdversarial, .policy_seed = 100 * seed};
+      if (seed == 0) options.policy = DrainPolicy::kImmediate;
+      options.after_step = [&](int rank, PipelineRank& pipeline, std::uint32_t) {
+        const Batch batch = synthetic_batch(config, 1000);
+        const double loss = pipeline.evaluate(batch.tokens, batch.targets, config.microbatches());
+        if (rank == 0) losses.push_back(loss);
+      };
+      run_training(config, options);
+      INFO(schedule << ", seed " << seed);
+      CHECK(losses.back() == losses.front());
+    }
+  }
+}
+
 TEST_CASE("a stale transposed cache is refused before the first I that would read it") {
   SingleRank one(test_config({}));
   const Batch batch = synthetic_batch(one.config, 1);
@@ -121,26 +165,80 @@ TEST_CASE("a stale transposed cache is refused before the first I that would rea
   CHECK_THROWS_AS(one.rank.train_step(batch.tokens, batch.targets, 1e-3, 2), ContractViolation);
 }
 
+namespace {
+
+using StateBytes = std::map<std::string, std::vector<unsigned char>>;
+StateBytes bytes_of(const PipelineRank& rank) {
+  StateBytes all;
+  for (const StateEntry& e : rank.state()) {
+    const auto* data = e.view.as<unsigned char>();
+    all[e.name].assign(data, data + e.view.bytes());
+  }
+  return all;
+}
+// Names whose bytes differ.
+std::vector<std::string> moved(const StateBytes& a, const StateBytes& b) {
+  std::vector<std::string> names;
+  for (const auto& [name, bytes] : a) {
+    if (b.at(name) != bytes) names.push_back(name);
+  }
+  return names;
+}
+int count_of(const std::vector<std::string>& names, const std::string& prefix, const std::string& suffix) {
+  return static_cast<int>(std::count_if(
+      names.begin(), names.end(), [&](const std::string& n) { return n.starts_with(prefix) && n.ends_with(suffix); }));
+}
+
+}  // namespace
+
 TEST_CASE("a non-finite gradient skips the step: weights, moments and scaling state stay, training goes on") {
-  SingleRank one(test_config({}));
-  const Batch batch = synthetic_batch(one.config, 1);
-  one.rank.train_step(batch.tokens, batch.targets, 1e-3, 1);
-  // A norm weight of NaN poisons the activations of the step.
+  SingleRank one(test_config({})), twin(test_config({}));
+  const Batch first = synthetic_batch(one.config, 1), second = synthetic_batch(one.config, 2);
+  one.rank.train_step(first.tokens, first.targets, 1e-3, 1);
+  twin.rank.train_step(first.tokens, first.targets, 1e-3, 1);
+  const StateBytes before = bytes_of(one.rank);
+  // One sequence reads the poisoned row and the others' gradients are healthy, so that both chains' amaxes move.
+  const std::int32_t token = second.tokens.back();
   const TransformerStage& stage = *one.rank.stages()[0];
-  const int poisoned = stage.weights().parameters().index("layers.3.mlp_norm.weight");
-  auto* weight = stage.weights().master(poisoned).as<float>();
+  float* weight = stage.weights().master(stage.weights().parameters().index("embedding.token.weight")).as<float>() +
+                  std::int64_t{token} * one.config.model.hidden_size;
   const float healthy = weight[5];
-  weight[5] = std::nanf("");
-  const std::uint64_t before = one.rank.state_digest();
-  const StepResult bad = one.rank.train_step(batch.tokens, batch.targets, 1e-3, 2);
+  weight[5] = std::numeric_limits<float>::infinity();
+  const StepResult bad = one.rank.train_step(second.tokens, second.targets, 1e-3, 2);
   CHECK(bad.scalars.skip == 1);
   CHECK(bad.scalars.first_bad >= 0);
-  CHECK(one.rank.state_digest() == before);
-  CHECK(one.rank.contract().epoch() == 2);
   weight[5] = healthy;
-  const StepResult good = one.rank.train_step(batch.tokens, batch.targets, 1e-3, 3);
+  CHECK(moved(before, bytes_of(one.rank)) == std::vector<std::string>{});
+  CHECK(one.rank.contract().epoch() == 2);
+
+  // What a step does move, or the comparison would say nothing.
+  twin.rank.train_step(second.tokens, second.targets, 1e-3, 2);
+  const std::vector<std::string> names = moved(before, bytes_of(twin.rank));
+  const int domains = 8 * 4 + 1;
+  CHECK(count_of(names, "fp8.", ".in.amax_history") == domains);
+  CHECK(count_of(names, "fp8.", ".w.amax_history") == domains);
+  CHECK(count_of(names, "fp8.layers.", ".dy.amax_history") == 8 * 4);  // the head's is nearly 1 / N in every step
+  CHECK(count_of(names, "fp8.", ".dy.scale") > domains / 2);
+
+  // The step after the skip is the one that the twin made: nothing of the bad one is left.
+  const StepResult good = one.rank.train_step(second.tokens, second.targets, 1e-3, 3);
   CHECK(good.scalars.skip == 0);
-  CHECK(std::isfinite(good.loss_sum));
+  CHECK(moved(bytes_of(twin.rank), bytes_of(one.rank)) == std::vector<std::string>{});
+}
+
+TEST_CASE("every entry of the state list is memory of its own") {
+  const SingleRank one(test_config({}));
+  std::map<const unsigned char*, const StateEntry*> by_address;
+  const std::vector<StateEntry> entries = one.rank.state();
+  for (const StateEntry& e : entries) {
+    const auto* data = e.view.as<unsigned char>();
+    INFO(e.name);
+    REQUIRE(by_address.emplace(data, &e).second);
+  }
+  for (auto at = by_address.begin(); std::next(at) != by_address.end(); ++at) {
+    INFO(at->second->name << " and " << std::next(at)->second->name);
+    CHECK(at->first + at->second->view.bytes() <= std::next(at)->first);
+  }
 }
 
 TEST_CASE("one batch is learned by heart in graph mode") {
