@@ -218,6 +218,7 @@ Config parse_config(const std::string& json_text, const std::string& source_name
   config.name = std::filesystem::path(source_name).stem().string();
   Given given;
   Reader(config, given, faults).read(root);
+  read_schedule_file(config, faults);
   resolve_defaults(config, given, faults);
   check_config(config, given, faults);
   faults.throw_if_any(source_name);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -53,11 +54,13 @@ struct OptimizerSection {
 
 struct PipelineSection {
   int pipeline_model_parallel_size = 1;          // P
-  int virtual_pipeline_model_parallel_size = 1;  // V, resolved: 2 under zbv, else 1
+  int virtual_pipeline_model_parallel_size = 1;  // V, resolved: 2 under zbv, the file's under csv, else 1
   ScheduleKind schedule = ScheduleKind::k1F1B;
-  Backward backward = Backward::kSplit;
-  TapeSlots tape_slots = TapeSlots::kPeak;  // resolved: peak with accumulate, else per_microbatch
-  std::vector<int> layers_per_stage;        // [S], resolved: an even division, earlier stages take the remainder
+  std::string schedule_csv;                   // path, under csv
+  std::shared_ptr<const Schedule> csv_lists;  // what the file holds, valid (schedules/csv.h); not a key
+  Backward backward = Backward::kSplit;       // resolved: full for a file with B and no W, else split
+  TapeSlots tape_slots = TapeSlots::kPeak;    // resolved: peak with accumulate, else per_microbatch
+  std::vector<int> layers_per_stage;          // [S], resolved: an even division, earlier stages take the remainder
 };
 
 struct ParallelSection {
@@ -132,9 +135,9 @@ struct Config {
   [[nodiscard]] StageConfig stage_config() const noexcept;
 };
 
-// Reads JSON with // comments; applies the overrides ("a.b=value", value as JSON, else as a string); fills in defaults
-// that depend on other keys; checks ranges and contradictions. `source_name` is the path that messages name. Throws
-// ConfigError with one line for every fault found.
+// Reads JSON with // comments, and the schedule's file if it names one; applies the overrides ("a.b=value", value as
+// JSON, else as a string); fills in defaults that depend on other keys; checks ranges and contradictions. `source_name`
+// is the path that messages name. Throws ConfigError with one line for every fault found.
 Config parse_config(const std::string& json_text, const std::string& source_name,
                     const std::vector<std::string>& overrides = {});
 

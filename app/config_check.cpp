@@ -4,6 +4,10 @@
 #include <limits>
 #include <numeric>
 
+#include "app/regular_file.h"
+#include "core/error.h"
+#include "schedules/csv.h"
+
 namespace qe {
 namespace {
 
@@ -129,6 +133,64 @@ void check_batches(const Config& c, Faults& faults) {
   }
 }
 
+bool holds(const Schedule& lists, ActionKind kind) {
+  return std::any_of(lists.actions.begin(), lists.actions.end(), [kind](const std::vector<Action>& list) {
+    return std::any_of(list.begin(), list.end(), [kind](const Action& a) { return a.kind == kind; });
+  });
+}
+
+// A file may hold single Ws, which are grouped like every schedule's, or the groups themselves.
+void check_csv_groups(const Schedule& lists, int group, Faults& faults) {
+  const auto is_w = [](const Action& a) { return a.kind == ActionKind::kWeightGrad; };
+  bool grouped = false;
+  for (const auto& list : lists.actions) {
+    for (const Action& a : list) grouped |= is_w(a) && a.count != 1;
+  }
+  for (std::size_t rank = 0; grouped && rank < lists.actions.size(); ++rank) {
+    for (const Action& a : lists.actions[rank]) {
+      if (!is_w(a) || (a.count == group && to_int(a.microbatch) % group == 0)) continue;
+      faults.add("pipeline.schedule_csv", "found " + to_string(a) + " in line " + str(static_cast<int>(rank) + 1) +
+                                              " among Ws over several microbatches; wanted single Ws, or groups of " +
+                                              "gradients.w_group " + str(group) + " from its multiples.");
+      return;
+    }
+  }
+}
+
+void check_csv(const Config& c, const Given& given, Faults& faults) {
+  if (!faults.none_at({"pipeline.schedule", "pipeline.schedule_csv"})) return;
+  if (c.pipeline.schedule != ScheduleKind::kCsv) {
+    if (!c.pipeline.schedule_csv.empty()) {
+      faults.add("pipeline.schedule_csv", std::string("has no effect under pipeline.schedule ") +
+                                              name_of(c.pipeline.schedule) + "; remove it, or choose csv.");
+    }
+    return;
+  }
+  const PipelineShape file = c.pipeline.csv_lists->shape;
+  const auto mismatch = [&](const char* path, std::int64_t found, const std::string& wanted, std::int64_t nearest) {
+    if (found == nearest) return;
+    faults.add(path, "found " + str(found) + ", " + c.pipeline.schedule_csv + " has " + wanted + "; wanted " +
+                         str(nearest) + ".");
+  };
+  if (faults.none_at({"pipeline.pipeline_model_parallel_size"})) {
+    mismatch("pipeline.pipeline_model_parallel_size", c.pipeline.pipeline_model_parallel_size,
+             str(file.ranks) + " lines, one a rank", file.ranks);
+  }
+  if (given.contains("pipeline.virtual_pipeline_model_parallel_size") &&
+      faults.none_at({"pipeline.virtual_pipeline_model_parallel_size"})) {
+    mismatch("pipeline.virtual_pipeline_model_parallel_size", c.pipeline.virtual_pipeline_model_parallel_size,
+             str(file.chunks_per_rank) + " stages a line", file.chunks_per_rank);
+  }
+  if (faults.none_at({"training.global_batch_size", "training.micro_batch_size", "parallel.data"}) &&
+      c.microbatches() != file.microbatches) {
+    faults.add("training.global_batch_size",
+               "found " + str(c.training.global_batch_size) + ", which makes " + str(c.microbatches()) +
+                   " microbatches; " + c.pipeline.schedule_csv + " has " + str(file.microbatches) + ", wanted " +
+                   str(std::int64_t{file.microbatches} * c.training.micro_batch_size * c.parallel.data) + ".");
+  }
+  if (faults.none_at({"gradients.w_group"})) check_csv_groups(*c.pipeline.csv_lists, c.gradients.w_group, faults);
+}
+
 void check_pipeline(const Config& c, const Given& given, Faults& faults) {
   const PipelineSection& p = c.pipeline;
   const char* ranks = "pipeline.pipeline_model_parallel_size";
@@ -249,6 +311,28 @@ std::vector<int> divide_layers(int layers, int stages) {
 
 }  // namespace
 
+void read_schedule_file(Config& c, Faults& faults) {
+  if (!faults.none_at({"pipeline.schedule", "pipeline.schedule_csv"}) || c.pipeline.schedule != ScheduleKind::kCsv) {
+    return;
+  }
+  if (c.pipeline.schedule_csv.empty()) {
+    faults.add("pipeline.schedule_csv", "found none, pipeline.schedule csv needs the file of its lists.");
+    return;
+  }
+  const RegularFile file(c.pipeline.schedule_csv);
+  const std::optional<std::string> text = file.failure().empty() ? file.read_all() : std::nullopt;
+  if (!text) {
+    const std::string why = file.failure().empty() ? "cannot be read" : file.failure();
+    faults.add("pipeline.schedule_csv", c.pipeline.schedule_csv + " " + why + "; wanted a schedule, a line a rank.");
+    return;
+  }
+  try {
+    c.pipeline.csv_lists = std::make_shared<const Schedule>(parse_schedule_csv(*text, c.pipeline.schedule_csv));
+  } catch (const ScheduleError& e) {
+    faults.add("pipeline.schedule_csv", e.what());
+  }
+}
+
 void resolve_defaults(Config& c, const Given& given, const Faults& faults) {
   if (!given.contains("head.precision") && c.precision.compute != Compute::kFp8) {
     c.head.precision = HeadPrecision::kBf16;
@@ -259,7 +343,12 @@ void resolve_defaults(Config& c, const Given& given, const Faults& faults) {
   }
   PipelineSection& p = c.pipeline;
   if (!given.contains("pipeline.virtual_pipeline_model_parallel_size")) {
-    p.virtual_pipeline_model_parallel_size = p.schedule == ScheduleKind::kZbv ? 2 : 1;
+    p.virtual_pipeline_model_parallel_size = p.csv_lists                        ? p.csv_lists->shape.chunks_per_rank
+                                             : p.schedule == ScheduleKind::kZbv ? 2
+                                                                                : 1;
+  }
+  if (!given.contains("pipeline.backward") && p.csv_lists && !holds(*p.csv_lists, ActionKind::kWeightGrad)) {
+    p.backward = Backward::kFull;
   }
   if (!given.contains("pipeline.tape_slots")) {
     p.tape_slots = c.gradients.placement == Placement::kAccumulate ? TapeSlots::kPeak : TapeSlots::kPerMicrobatch;
@@ -285,6 +374,7 @@ void check_config(const Config& c, const Given& given, Faults& faults) {
   check_checkpoint(c, faults);
   check_replicas(c, faults);
   check_batches(c, faults);
+  check_csv(c, given, faults);
   check_pipeline(c, given, faults);
   check_gradients(c, faults);
   check_learning_rate(c, faults);

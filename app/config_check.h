@@ -12,6 +12,9 @@ namespace qe {
 
 using Given = std::set<std::string, std::less<>>;  // the keys that the user set
 
+// Reads the file of a csv schedule into pipeline.csv_lists; a fault of the file is one of pipeline.schedule_csv.
+void read_schedule_file(Config&, Faults&);
+
 // Fills in the keys that were not given and whose default depends on others.
 void resolve_defaults(Config&, const Given&, const Faults&);
 

@@ -222,15 +222,17 @@ void add_gradients_and_pipeline(std::vector<KeySpec>& table) {
   p.integer("pipeline_model_parallel_size", 1, 1024, QE_FIELD(pipeline.pipeline_model_parallel_size), "pipeline ranks");
   p.integer("virtual_pipeline_model_parallel_size", 1, 1024, QE_FIELD(pipeline.virtual_pipeline_model_parallel_size),
             "stages of one rank; 1f1b, gpipe: 1, zbv: 2, interleaved_1f1b, zb1p: any")
-      .derived_default = "2 under zbv, else 1";
-  KeySpec& schedule = p.choice<ScheduleKind>("schedule",
-                                             {{"1f1b", ScheduleKind::k1F1B},
-                                              {"interleaved_1f1b", ScheduleKind::kInterleaved1F1B},
-                                              {"zbv", ScheduleKind::kZbv},
-                                              {"zb1p", ScheduleKind::kZb1p},
-                                              {"gpipe", ScheduleKind::kGpipe}},
-                                             QE_FIELD(pipeline.schedule),
-                                             "order of the actions; PyTorch's names are accepted, case-blind");
+      .derived_default = "2 under zbv, the file's under csv, else 1";
+  KeySpec& schedule = p.choice<ScheduleKind>(
+      "schedule",
+      {{"1f1b", ScheduleKind::k1F1B},
+       {"interleaved_1f1b", ScheduleKind::kInterleaved1F1B},
+       {"zbv", ScheduleKind::kZbv},
+       {"zb1p", ScheduleKind::kZb1p},
+       {"gpipe", ScheduleKind::kGpipe},
+       {"csv", ScheduleKind::kCsv}},
+      QE_FIELD(pipeline.schedule),
+      "order of the actions; PyTorch's names are accepted, case-blind; csv: read from schedule_csv");
   schedule.aliases = {"1F1B", "Interleaved1F1B", "ZBVZeroBubble", "zb_v", "InterleavedZeroBubble", "GPipe"};
   schedule.set = [set = schedule.set](Config& c, const Json& v) {
     std::string name;
@@ -240,8 +242,11 @@ void add_gradients_and_pipeline(std::vector<KeySpec>& table) {
     if (name == "zbvzerobubble" || name == "zb_v") name = "zbv";
     return set(c, Json(name));
   };
+  p.text("schedule_csv", QE_FIELD(pipeline.schedule_csv),
+         "file of a csv schedule: PyTorch's text, one line a rank, compute alone or with communication");
   p.choice<Backward>("backward", {{"split", Backward::kSplit}, {"full", Backward::kFull}}, QE_FIELD(pipeline.backward),
-                     "input and weight gradients as two actions, or as one");
+                     "input and weight gradients as two actions, or as one")
+      .derived_default = "full for a csv schedule of B without W, else split";
   p.choice<TapeSlots>("tape_slots", {{"peak", TapeSlots::kPeak}, {"per_microbatch", TapeSlots::kPerMicrobatch}},
                       QE_FIELD(pipeline.tape_slots),
                       "tapes and graphs for the live window, or for every microbatch; peak only with accumulate")
@@ -320,7 +325,6 @@ const std::vector<RefusedKey>& refused_keys() {
       {"mask_targets", "every target counts in the loss; masked targets are not available"},
       {"loss_mask", "every target counts in the loss; masked targets are not available"},
       {"precision.bf16_layers", "all layers share precision.compute; a list of BF16 layers is not available yet"},
-      {"pipeline.schedule_csv", "schedules come from pipeline.schedule; reading one from a file is not available yet"},
       {"report.timeline", "a timeline of the run is not available yet"},
       {"checkpoint.async", "a step waits for its checkpoint; writing in the background is not available yet"},
       {"attention", "attention has one implementation; there is nothing to choose yet"},

@@ -1,11 +1,30 @@
 #include "app/pipeline_plan.h"
 
+#include <algorithm>
+
 namespace qe {
+
+namespace {
+
+bool has_groups(const Schedule& lists) {
+  return std::any_of(lists.actions.begin(), lists.actions.end(), [](const std::vector<Action>& list) {
+    return std::any_of(list.begin(), list.end(), [](const Action& a) { return a.count > 1; });
+  });
+}
+
+}  // namespace
+
+Schedule make_lists(const Config& config) {
+  const PipelineSection& p = config.pipeline;
+  Schedule lists =
+      p.csv_lists ? with_backward(*p.csv_lists, p.backward) : make_schedule(p.schedule, config.shape(), p.backward);
+  return has_groups(lists) ? lists : group_weight_grads(std::move(lists), config.gradients.w_group);
+}
 
 RankPlan make_rank_plan(const Config& config) {
   RankPlan plan;
-  plan.schedule = lower(group_weight_grads(
-      make_schedule(config.pipeline.schedule, config.shape(), config.pipeline.backward), config.gradients.w_group));
+  plan.schedule = make_lists(config);
+  if (!is_lowered(plan.schedule)) plan.schedule = lower(plan.schedule);
   validate(plan.schedule);
   const Resources needs = resources(plan.schedule);
   for (const StageResources& s : needs.stages) {

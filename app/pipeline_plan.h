@@ -7,6 +7,8 @@
 
 namespace qe {
 
+// The action lists: compute only, except where a csv file holds the messages too.
+Schedule make_lists(const Config&);
 // Throws ScheduleError when the shape cannot be done (parse_config has refused it before).
 RankPlan make_rank_plan(const Config&);
 RankConfig make_rank_config(const Config&);

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <array>
-#include <fstream>
 #include <map>
-#include <sstream>
 
 #include "schedules/schedule_error.h"
 #include "schedules/schedules.h"
@@ -234,15 +232,6 @@ class CsvReader {
 }  // namespace
 
 Schedule parse_schedule_csv(std::string_view text, const std::string& source) { return CsvReader(text, source).run(); }
-
-Schedule read_schedule_csv(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  if (!file || !(text << file.rdbuf())) {
-    throw ScheduleError(path + " cannot be read; wanted a schedule, one line a rank.");
-  }
-  return parse_schedule_csv(text.str(), path);
-}
 
 std::string to_csv(const Schedule& schedule) {
   std::string text;

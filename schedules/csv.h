@@ -16,8 +16,6 @@ namespace qe {
 // with the grid, unless F, I (or B) and W ascend on every stage and the lists, lowered if they were compute only, are
 // valid.
 Schedule parse_schedule_csv(std::string_view text, const std::string& source);
-// Of a file. Throws ScheduleError when it cannot be read.
-Schedule read_schedule_csv(const std::string& path);
 
 // Throws ScheduleError for a W over several microbatches: PyTorch has no text for it.
 std::string to_csv(const Schedule&);
