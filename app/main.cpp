@@ -27,6 +27,7 @@ struct CommandLine {
   TokenizeOptions tokenize;
   BenchOptions bench;
   InspectOptions inspect;
+  PlanOptions plan;
   bool help_config = false;
   bool schema_markdown = false;
   std::string text;  // as typed, for the report
@@ -37,6 +38,11 @@ void check_start(const Config& config, const StartOptions& start) {
   throw ConfigError("checkpoint.dir is needed to resume from " + *start.resume +
                     "; set it to the folder of the run's "
                     "checkpoints, or resume from one checkpoint's folder.");
+}
+
+// The config, and what stands in the file that its schedule comes from.
+std::string text_of(const Config& config) {
+  return dump_config(config) + (config.pipeline.csv_lists ? format_grid(*config.pipeline.csv_lists) : "");
 }
 
 // What ranks must have alike beside the config.
@@ -55,7 +61,7 @@ int train(const CommandLine& line) {
     check_start(config, line.start);
     check_data(config);
     signals.emplace(!config.checkpoint.dir.empty());
-    return JobStart{config, "train\n" + dump_config(config) + text_of(line.start)};
+    return JobStart{config, "train\n" + text_of(config) + text_of(line.start)};
   };
   return run_job(prepare, [&](const Config& config) { return run_train(config, line.start, &*signals, line.text); });
 }
@@ -65,7 +71,7 @@ int bench(const CommandLine& line) {
     const Config config = load_config(line.config_path, line.overrides);
     expect_built(config.execution.backend, config.execution.transport);
     const BenchOptions& o = line.bench;
-    return JobStart{config, "bench\n" + dump_config(config) + "--steps " + std::to_string(o.steps) + "\n--warmup " +
+    return JobStart{config, "bench\n" + text_of(config) + "--steps " + std::to_string(o.steps) + "\n--warmup " +
                                 std::to_string(o.warmup) + "\n--ops " + (o.ops ? "on" : "off")};
   };
   return run_job(prepare, [&](const Config& config) { return run_bench(config, line.bench, line.text); });
@@ -74,6 +80,23 @@ int bench(const CommandLine& line) {
 void add_config_options(CLI::App& command, CommandLine& line) {
   command.add_option("--config", line.config_path, "Config file (JSON)")->required();
   command.add_option("--set", line.overrides, "Override keys: section.key=value; may be repeated");
+}
+
+void add_plan(CLI::App& app, CommandLine& line) {
+  CLI::App* plan = app.add_subcommand("plan", "Tell what a config will do: layout, lists, memory, graphs, step time");
+  add_config_options(*plan, line);
+  plan->add_option("--costs", line.plan.costs, "File of measured costs, for times in milliseconds");
+  CLI::Option* csv = plan->add_option("--csv", line.plan.csv, "Print the action lists alone, as PyTorch's CSV")
+                         ->check(CLI::IsMember({"compute", "lowered"}));
+  CLI::Option* json = plan->add_flag("--json", line.plan.json, "Print JSON")->excludes(csv);
+  CLI::Option* compare =
+      plan->add_flag("--compare", line.plan.compare, "Compare all schedules for this model and these ranks")
+          ->excludes(csv);
+  plan->add_option("--measure-costs", line.plan.measure_costs,
+                   "Measure this machine's costs on one rank, write them to a file and do nothing else")
+      ->excludes(csv)
+      ->excludes(json)
+      ->excludes(compare);
 }
 
 void declare_options(CLI::App& app, CommandLine& line) {
@@ -93,6 +116,8 @@ void declare_options(CLI::App& app, CommandLine& line) {
   train->add_option("--override", line.start.overrides,
                     "With --resume: a key that may differ from the checkpoint's; may be repeated");
   train->add_option("--init-from", line.start.init_from, "Start a new run with the weights of a checkpoint's folder");
+
+  add_plan(app, line);
 
   CLI::App* bench = app.add_subcommand("bench", "Time complete steps on random tokens, and each operation alone");
   add_config_options(*bench, line);
@@ -131,6 +156,7 @@ std::vector<std::string> command_names(const CLI::App& app) {
 int dispatch(const CLI::App& app, const CommandLine& line) {
   if (line.help_config) return std::fputs(config_help().c_str(), stdout) < 0 ? 1 : 0;
   if (app.got_subcommand("train")) return train(line);
+  if (app.got_subcommand("plan")) return run_plan(load_config(line.config_path, line.overrides), line.plan);
   if (app.got_subcommand("bench")) return bench(line);
   if (app.got_subcommand("tokenize")) return run_tokenize(line.tokenize);
   if (app.got_subcommand("inspect")) return run_inspect(line.inspect);

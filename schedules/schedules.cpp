@@ -28,16 +28,12 @@ bool is_looped(ScheduleKind kind) { return kind == ScheduleKind::kInterleaved1F1
 
 bool has_equal_rounds(int ranks, int microbatches) { return microbatches % std::max(1, microbatches / ranks) == 0; }
 
-// "4", or "4 or 6" when both are as near. M = 1 always has equal rounds, so the search ends.
+// "4", or "4 or 6" when both are as near.
 std::string nearest_with_equal_rounds(int ranks, int microbatches) {
-  for (int distance = 1;; ++distance) {
-    const int below = microbatches - distance;
-    const int above = microbatches + distance;
-    const bool below_works = below >= 1 && has_equal_rounds(ranks, below);
-    const bool above_works = has_equal_rounds(ranks, above);
-    if (below_works && above_works) return std::to_string(below) + " or " + std::to_string(above);
-    if (below_works || above_works) return std::to_string(below_works ? below : above);
-  }
+  const int nearest = nearest_microbatches(ScheduleKind::kInterleaved1F1B, {ranks, 1, microbatches});
+  const int above = 2 * microbatches - nearest;
+  const bool two = above > nearest && has_equal_rounds(ranks, above);
+  return std::to_string(nearest) + (two ? " or " + std::to_string(above) : "");
 }
 
 void fuse_backward(std::vector<Action>& list) {
@@ -93,6 +89,16 @@ const char* name_of(ScheduleKind kind) noexcept {
       return "csv";
   }
   return "unknown";
+}
+
+int nearest_microbatches(ScheduleKind kind, const PipelineShape& shape) {
+  const int wanted = std::max(1, shape.microbatches);
+  if (!is_looped(kind)) return wanted;
+  // M = 1 has equal rounds, so the search ends.
+  for (int distance = 0;; ++distance) {
+    if (wanted > distance && has_equal_rounds(shape.ranks, wanted - distance)) return wanted - distance;
+    if (has_equal_rounds(shape.ranks, wanted + distance)) return wanted + distance;
+  }
 }
 
 std::string why_not(ScheduleKind kind, const PipelineShape& shape) {

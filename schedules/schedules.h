@@ -22,6 +22,10 @@ enum class Backward : std::uint8_t { kSplit, kFull };
 // Empty when the maker can do the shape; else one sentence that names what is wrong and the nearest allowed M (or V).
 std::string why_not(ScheduleKind, const PipelineShape&);
 
+// The shape's M where the maker can do it, else the nearest M that it can (the smaller of two); other faults of the
+// shape are left as they are.
+int nearest_microbatches(ScheduleKind, const PipelineShape&);
+
 // Compute actions only. Each throws ScheduleError with why_not's sentence when the shape cannot be done.
 Schedule make_1f1b(const PipelineShape&);              // semantics.md 3.2, classic order
 Schedule make_interleaved_1f1b(const PipelineShape&);  // semantics.md 3.2

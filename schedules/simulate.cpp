@@ -144,27 +144,39 @@ class Simulation {
   Timeline result_;
 };
 
+double cost_at(const Action& action, const StageCosts& stage, double message, double reduce) {
+  switch (action.kind) {
+    case ActionKind::kForward:
+      return stage.forward + (action.microbatch == MicrobatchIndex{0} ? stage.before_first_forward : 0);
+    case ActionKind::kInputGrad:
+      return stage.input_grad;
+    case ActionKind::kWeightGrad:
+      return stage.weight_grad * action.count;
+    case ActionKind::kFullBackward:
+      return stage.input_grad + stage.weight_grad;
+    case ActionKind::kSendF:
+    case ActionKind::kSendB:
+      return message;
+    case ActionKind::kReduceGrad:
+      return reduce;
+    default:
+      return 0;
+  }
+}
+
 }  // namespace
 
 CostOf cost_of(const UniformCosts& costs) {
   return [costs](const Action& action) {
-    switch (action.kind) {
-      case ActionKind::kForward:
-        return costs.forward;
-      case ActionKind::kInputGrad:
-        return costs.input_grad;
-      case ActionKind::kWeightGrad:
-        return costs.weight_grad * action.count;
-      case ActionKind::kFullBackward:
-        return costs.input_grad + costs.weight_grad;
-      case ActionKind::kSendF:
-      case ActionKind::kSendB:
-        return costs.message;
-      case ActionKind::kReduceGrad:
-        return costs.reduce;
-      default:
-        return 0.0;
-    }
+    const StageCosts every{costs.forward, costs.input_grad, costs.weight_grad};
+    return cost_at(action, every, costs.message, costs.reduce);
+  };
+}
+
+CostOf cost_by_stage(ScheduleCosts costs) {
+  return [costs = std::move(costs)](const Action& action) {
+    return cost_at(action, costs.stages.at(static_cast<std::size_t>(to_int(action.stage))), costs.message,
+                   costs.reduce);
   };
 }
 

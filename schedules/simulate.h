@@ -19,6 +19,17 @@ struct UniformCosts {
 };
 CostOf cost_of(const UniformCosts&);
 
+// Stages that differ: in layers, or by the embedding and the head.
+struct StageCosts {
+  double forward = 0, input_grad = 0, weight_grad = 0;
+  double before_first_forward = 0;  // once a step: the refresh of cached weights
+};
+struct ScheduleCosts {
+  std::vector<StageCosts> stages;  // [S]
+  double message = 0, reduce = 0;
+};
+CostOf cost_by_stage(ScheduleCosts costs);
+
 struct Interval {
   double start = 0, finish = 0;
 };

@@ -23,6 +23,16 @@ struct BenchOptions {
 // As run_train, on random tokens; writes no run folder.
 int run_bench(const Config& config, const BenchOptions& options, const std::string& command_line);
 
+struct PlanOptions {
+  std::string csv;            // "compute" or "lowered": print the lists as PyTorch's CSV and nothing else
+  bool json = false;          // for programs
+  bool compare = false;       // every schedule for this model and these ranks
+  std::string costs;          // file of measured costs; empty: unit costs
+  std::string measure_costs;  // file to write: measure this machine and do nothing else
+};
+// On one process, without MPI. Prints to standard output.
+int run_plan(const Config& config, const PlanOptions& options);
+
 struct TokenizeOptions {
   std::vector<std::string> inputs;  // one document each
   std::string output;

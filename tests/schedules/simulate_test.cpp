@@ -154,3 +154,23 @@ TEST_CASE("an unsafe schedule is refused before it is timed") {
   list.actions[0].pop_back();
   REQUIRE_THROWS_AS(qe::simulate(list, qe::cost_of({})), qe::ScheduleError);
 }
+
+TEST_CASE("costs by stage: embedding and head weigh where they stand, a refresh once before the stage's first F") {
+  const qe::CostOf cost = qe::cost_by_stage({{{1, 2, 3, 10}, {4, 5, 6, 0}}, 7, 8});
+  CHECK(cost(qe::parse_action("0F0")) == 11);
+  CHECK(cost(qe::parse_action("0F1")) == 1);
+  CHECK(cost(qe::parse_action("1I0")) == 5);
+  CHECK(cost(qe::parse_action("1W0x2")) == 12);
+  CHECK(cost(qe::parse_action("0B1")) == 5);
+  CHECK(cost(qe::parse_action("0SEND_F1")) == 7);
+  CHECK(cost(qe::parse_action("1REDUCE_GRAD")) == 8);
+  // Two ranks, one microbatch, by hand: 0F0 11, message 7, 1F0 4, 1I0 5, then the message back while 1W0 runs.
+  const qe::Timeline line = qe::simulate(qe::lower(qe::make_1f1b({2, 1, 1})), cost);
+  CHECK(line.makespan == 11 + 7 + 4 + 5 + 7 + 2 + 3 + 8);
+  CHECK(line.busy[1] == 4 + 5 + 6 + 8);
+}
+
+TEST_CASE("a stage's costs may not be left out") {
+  const qe::Schedule list = qe::lower(qe::make_1f1b({2, 1, 1}));
+  CHECK_THROWS(qe::simulate(list, qe::cost_by_stage({{{1, 1, 1}}})));
+}

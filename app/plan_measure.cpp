@@ -1,0 +1,174 @@
+#include "app/plan_measure.h"
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+
+#include "app/pipeline_plan.h"
+#include "app/plan_memory.h"
+#include "core/random.h"
+#include "kernels/backend.h"
+
+namespace qe {
+namespace {
+
+constexpr int kRepetitions = 9;
+constexpr double kShortestSample_ms = 20;  // a sample repeats its work until it is this long
+constexpr int kStages = 3;                 // embedding and a layer, a layer, a layer and the head
+
+using Clock = std::chrono::steady_clock;
+
+double median(std::vector<double> samples) {
+  std::sort(samples.begin(), samples.end());
+  return samples[samples.size() / 2];
+}
+
+double milliseconds(const std::function<void()>& work) {
+  const auto start = Clock::now();
+  work();
+  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
+
+// The config on one rank with one layer a stage, and two W groups of microbatches.
+Config three_stages(const Config& config) {
+  Config c = config;
+  c.model.num_layers = kStages;
+  c.parallel.data = 1;
+  c.fp8.reduce_amax = ReduceAmax::kOff;
+  c.pipeline = {};
+  c.pipeline.virtual_pipeline_model_parallel_size = kStages;
+  c.pipeline.schedule = ScheduleKind::kInterleaved1F1B;
+  c.pipeline.tape_slots = config.pipeline.tape_slots;
+  c.pipeline.layers_per_stage.assign(kStages, 1);
+  c.training.global_batch_size = 2 * c.gradients.w_group * c.training.micro_batch_size;
+  return c;
+}
+
+class Laboratory {
+ public:
+  explicit Laboratory(const Config& config)
+      : config_(three_stages(config)),
+        backend_(make_backend(config_.execution.backend)),
+        plan_(make_rank_plan(config_)),
+        rank_(*backend_.device, *backend_.ops, alone_, make_rank_config(config_), plan_, nullptr),
+        stream_(backend_.device->make_stream("measure")) {
+    const auto cells = static_cast<std::size_t>(config_.tokens_per_step());
+    const auto vocabulary = static_cast<std::uint32_t>(config_.model.vocab_size);
+    for (std::size_t i = 0; i < cells; ++i) {
+      const RandomWords r = philox(random_key(1, "tokens to measure"), 0, i);
+      tokens_.push_back(static_cast<std::int32_t>(r.w[0] % vocabulary));
+      targets_.push_back(static_cast<std::int32_t>(r.w[1] % vocabulary));
+    }
+  }
+
+  PlanCosts run() {
+    for (int i = 0; i < 3; ++i) train_step();  // every slot and scale holds what a run's would
+    std::vector<PartCosts> stages;
+    for (const TransformerStage* stage : rank_.stages()) stages.push_back(measure(*stage));
+    PlanCosts costs;
+    costs.device = backend_.device->description();
+    costs.layer = stages[1];
+    costs.embedding = difference(stages[0], stages[1]);
+    costs.head = difference(stages[2], stages[1]);
+    costs.message = measure_message();
+    costs.optimizer = measure_optimizer();
+    measure_rest(stages, costs);
+    return costs;
+  }
+
+ private:
+  void train_step() {
+    ++step_;
+    rank_.train_step(tokens_, targets_, 0.0, step_);
+  }
+
+  static PartCosts difference(const PartCosts& with, const PartCosts& without) {
+    const auto part = [](double a, double b) { return std::max(0.0, a - b); };
+    return {part(with.forward, without.forward), part(with.input_grad, without.input_grad),
+            part(with.weight_grad, without.weight_grad), part(with.refresh, without.refresh)};
+  }
+
+  // Of one call among many in a row, so that launch and wait cost what they cost in a step.
+  double time(const std::function<void()>& enqueue) {
+    Device& device = *backend_.device;
+    const auto sample = [&](int calls) {
+      return milliseconds([&] {
+        for (int i = 0; i < calls; ++i) enqueue();
+        device.synchronize(*stream_);
+      });
+    };
+    const double once = std::max(1e-3, (sample(1), sample(1)));
+    const int calls = static_cast<int>(std::clamp(kShortestSample_ms / once, 1.0, 1000.0));
+    std::vector<double> samples;
+    for (int i = 0; i < kRepetitions; ++i) samples.push_back(sample(calls) / calls);
+    return median(samples);
+  }
+
+  double time_unit(const std::function<void()>& unit) {
+    if (config_.execution.mode == ExecutionMode::kEager) return time(unit);
+    const auto graph = backend_.device->capture(*stream_, unit);
+    return time([&] { backend_.device->launch(*graph, *stream_); });
+  }
+
+  PartCosts measure(const TransformerStage& stage) {
+    const SlotIndex slot{0};
+    std::vector<SlotIndex> group;
+    for (int i = 0; i < config_.gradients.w_group; ++i) group.push_back(SlotIndex{i});
+    PartCosts costs;
+    costs.forward = time_unit([&] { stage.forward(*stream_, slot); });
+    costs.input_grad = time_unit([&] { stage.input_grad(*stream_, slot); });
+    costs.weight_grad = time_unit([&] { stage.weight_grad(*stream_, group, false); }) / config_.gradients.w_group;
+    costs.refresh = time_unit([&] { stage.refresh(*stream_); });
+    return costs;
+  }
+
+  double measure_message() {
+    const Tensor boundary = rank_.stages()[0]->output(SlotIndex{0});
+    const Buffer from = backend_.device->allocate(boundary.bytes(), MemoryKind::kBoundary);
+    const Buffer to = backend_.device->allocate(boundary.bytes(), MemoryKind::kBoundary);
+    return time([&] { backend_.device->copy(*stream_, to.data(), from.data(), boundary.bytes()); });
+  }
+
+  double measure_optimizer() {
+    const RankConfig config = make_rank_config(config_);
+    const ParameterList model = model_parameters(config.stage);
+    Optimizer optimizer(*backend_.device, *backend_.ops, alone_, config.optimizer, rank_.stages(), model, nullptr);
+    std::int64_t parameters = 0;
+    for (const Parameter& p : model) parameters += p.real_rows * p.shape.cols;
+    std::uint32_t step = 0;
+    const double whole = time([&] { optimizer.step(*stream_, 0.0f, ++step); });
+    return whole / (static_cast<double>(parameters) * 1e-6);
+  }
+
+  // What whole steps take beyond their parts, shared out over the actions.
+  void measure_rest(const std::vector<PartCosts>& stages, PlanCosts& costs) {
+    std::vector<double> samples;
+    for (int i = 0; i < kRepetitions; ++i) samples.push_back(milliseconds([&] { train_step(); }));
+    double parts = 0, parameters = 0;
+    for (const PartCosts& s : stages) {
+      parts += config_.microbatches() * (s.forward + s.input_grad + s.weight_grad) + s.refresh;
+    }
+    for (const Parameter& p : model_parameters(config_.stage_config())) {
+      parameters += static_cast<double>(p.real_rows * p.shape.cols);
+    }
+    parts += costs.optimizer * parameters * 1e-6;
+    double actions = 0;
+    for (const Action& a : plan_.schedule.actions[0]) actions += is_compute(a.kind);
+    costs.action = std::max(0.0, median(samples) - parts) / actions;
+  }
+
+  Config config_;
+  PlaceInJob alone_{0, 1, 1};
+  Backend backend_;
+  RankPlan plan_;
+  PipelineRank rank_;
+  std::unique_ptr<Stream> stream_;
+  std::vector<std::int32_t> tokens_, targets_;
+  std::uint32_t step_ = 0;
+};
+
+}  // namespace
+
+PlanCosts measure_costs(const Config& config) { return Laboratory(config).run(); }
+
+}  // namespace qe
