@@ -4,6 +4,7 @@
 
 #include "app/checkpoint/checkpoint.h"
 #include "app/checkpoint/tensor_reader.h"
+#include "app/config_faults.h"
 #include "core/error.h"
 
 namespace qe {
@@ -80,7 +81,7 @@ void require_fitting(TensorReader& reader, const std::vector<StateEntry>& entrie
     if (++faults <= 10) lines += "\n  " + fault;
   }
   if (faults == 0) return;
-  throw CheckpointError(folder + " does not fit this model in " + std::to_string(faults) + " tensor(s):" + lines +
+  throw CheckpointError(folder + " does not fit this model in " + counted(faults, "tensor") + ":" + lines +
                         (faults > 10 ? "\n  …" : "") + "\nUse the config of its manifest.json.");
 }
 

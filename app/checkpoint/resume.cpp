@@ -73,7 +73,7 @@ Json stored_value(const Json& config, const KeySpec& key) {
 }
 
 [[noreturn]] void refuse(const std::string& folder, const std::vector<std::string>& lines, const std::string& advice) {
-  std::string text = folder + " was saved by a run that differs in " + std::to_string(lines.size()) + " place(s):";
+  std::string text = folder + " was saved by a run that differs in " + counted(std::ssize(lines), "place") + ":";
   for (const std::string& line : lines) text += "\n  " + line;
   throw CheckpointError(text + "\n" + advice);
 }

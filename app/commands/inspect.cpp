@@ -10,6 +10,7 @@
 #include "app/checkpoint/store.h"
 #include "app/checkpoint/tensor_reader.h"
 #include "app/commands/commands.h"
+#include "app/config_faults.h"
 #include "core/dtype.h"
 #include "core/error.h"
 
@@ -59,8 +60,8 @@ void print_head(const Opened& c) {
   std::printf("  data: epoch %lld, window %lld of %lld\n", static_cast<long long>(p.data.epoch),
               static_cast<long long>(p.data.index), static_cast<long long>(c.manifest.data_windows));
   if (p.final_train_loss) std::printf("  last training loss %.6f\n", *p.final_train_loss);
-  std::printf("  parameters XXH3 %s, %s; written by %d rank(s)\n", c.manifest.parameters_xxh3.c_str(),
-              c.manifest.finite ? "all finite" : "NOT FINITE", c.manifest.ranks);
+  std::printf("  parameters XXH3 %s, %s; written by %s\n", c.manifest.parameters_xxh3.c_str(),
+              c.manifest.finite ? "all finite" : "NOT FINITE", counted(c.manifest.ranks, "rank").c_str());
 }
 
 void print_versions(const Manifest& m) {
@@ -100,7 +101,8 @@ void print_tables(const Opened& c, TensorReader& reader) {
 void verify(const Opened& c, TensorReader& reader) {
   verify_files(c.folder, c.manifest);
   for (const ManifestTensor& t : c.manifest.tensors) reader.read(t);
-  std::printf("verified: %zu file(s), %zu tensors\n", c.manifest.files.size(), c.manifest.tensors.size());
+  std::printf("verified: %s, %s\n", counted(std::ssize(c.manifest.files), "file").c_str(),
+              counted(std::ssize(c.manifest.tensors), "tensor").c_str());
 }
 
 // One line about a tensor that both have; empty when it is the same.
@@ -146,7 +148,7 @@ int diff(const std::string& first, const std::string& second) {
   for (const ManifestTensor& t : b.manifest.tensors) {
     if (in_a.find(t.name) == nullptr) line(t.name, "only in " + b.folder);
   }
-  std::printf("%d tensor(s) differ, %d are the same\n", differing, same);
+  std::printf("%s, %d the same\n", counted(differing, "different tensor").c_str(), same);
   return differing == 0 ? 0 : 1;
 }
 

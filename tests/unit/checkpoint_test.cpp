@@ -340,9 +340,9 @@ TEST_CASE("what must match is refused as one list; cut, schedule, mode and lengt
                           "training.global_batch_size", "fp8.margin", "training.lr_warmup_iters", "data.train"}) {
     CHECK_THAT(several.second, ContainsSubstring(key));
   }
-  CHECK_THAT(several.second, ContainsSubstring("differs in 7 place(s)"));
+  CHECK_THAT(several.second, ContainsSubstring("differs in 7 places:"));
   const auto half = compare({"training.lr=1e-3", "training.seed=2"}, {"training.lr"});
-  CHECK_THAT(half.second, ContainsSubstring("differs in 1 place(s)") && ContainsSubstring("training.seed"));
+  CHECK_THAT(half.second, ContainsSubstring("differs in 1 place:") && ContainsSubstring("training.seed"));
   const auto named = compare({"training.lr=1e-3"}, {"training.lr", "training.seed"});
   REQUIRE(named.first.overridden.size() == 1);
   CHECK((named.first.overridden[0].stored == "0.0003" && named.first.overridden[0].now == "0.001"));

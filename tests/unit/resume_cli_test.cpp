@@ -272,7 +272,7 @@ TEST_CASE("inspect prints, verifies and compares") {
   INFO(shown.text);
   CHECK(shown.code == 0);
   for (const char* part : {"step 2, epoch 2", "rank_00001.safetensors", "master.layers.3.mlp.fc2.weight",
-                           "layers.0.fc1", "nlohmann_json", "verified: 2 file(s)"}) {
+                           "layers.0.fc1", "nlohmann_json", "verified: 2 files"}) {
     CHECK_THAT(shown.text, ContainsSubstring(part));
   }
   CHECK(qeffect("inspect --diff " + second + " " + store).code == 0);
