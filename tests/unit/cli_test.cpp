@@ -162,7 +162,7 @@ TEST_CASE("wrong usage says where to look") {
              ContainsSubstring("trian is no command; the nearest is train, see qeffect --help."));
   CHECK_THAT(qeffect("train --confg x").text, ContainsSubstring("; see qeffect train --help."));
   CHECK_THAT(qeffect("tokenize").text, ContainsSubstring("; see qeffect tokenize --help."));
-  CHECK_THAT(qeffect("").text, ContainsSubstring("there are train, bench,"));
+  CHECK_THAT(qeffect("").text, ContainsSubstring("there are train, plan, bench,"));
 }
 
 TEST_CASE(
