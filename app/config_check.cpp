@@ -12,6 +12,7 @@ namespace qe {
 namespace {
 
 constexpr int kFp8Unit = 16;                   // FP8 matrix products take widths in steps of 16
+constexpr int kScaleBlock = 128;               // tokens that share a scale in cuBLASLt's block-scaled products
 constexpr std::int64_t kMostTokens = 1 << 24;  // of one microbatch: sizes of [T, ffn] stay far from overflow
 
 std::string str(std::int64_t v) { return std::to_string(v); }
@@ -71,6 +72,24 @@ void check_precision(const Config& c, Faults& faults) {
   if (faults.none_at({"precision.compute", "head.precision"}) && c.precision.compute != Compute::kFp8 &&
       c.head.precision != HeadPrecision::kBf16) {
     faults.add("head.precision", "found an fp8 head without precision.compute fp8; wanted \"bf16\".");
+  }
+}
+
+// What the CUDA kernels can do, where the config asks for them by name; with "auto" the device says it at capture.
+void check_cuda(const Config& c, Faults& faults) {
+  if (!faults.none_at({"execution.backend"}) || c.execution.backend != "cuda") return;
+  const ModelConfig& m = c.model;
+  if (faults.none_at({"model.hidden_size", "model.num_attention_heads"}) && m.head_dim() != 64 && m.head_dim() != 128) {
+    faults.add("model.num_attention_heads", "found " + str(m.num_attention_heads) + ", which makes heads " +
+                                                str(m.head_dim()) +
+                                                " wide; execution.backend cuda has kernels for 64 and 128.");
+  }
+  const std::int64_t tokens = std::int64_t{c.training.seq_length} * c.training.micro_batch_size;
+  if (faults.none_at({"gradients.w_group", "training.seq_length", "training.micro_batch_size"}) &&
+      c.gradients.w_group > 1 && c.precision.compute == Compute::kFp8 && tokens % kScaleBlock != 0) {
+    faults.add("gradients.w_group", "found " + str(c.gradients.w_group) + " with " + str(tokens) +
+                                        " tokens a microbatch; under fp8 execution.backend cuda needs a multiple of " +
+                                        str(kScaleBlock) + " for more than 1, the nearest w_group is 1.");
   }
 }
 
@@ -370,6 +389,7 @@ void check_config(const Config& c, const Given& given, Faults& faults) {
   check_fp8_widths(c, faults);
   check_heads(c, faults);
   check_precision(c, faults);
+  check_cuda(c, faults);
   check_transport(c, faults);
   check_checkpoint(c, faults);
   check_replicas(c, faults);

@@ -183,6 +183,19 @@ TEST_CASE("replicas need one accumulated FP32 gradient and one set of scales") {
   CHECK_THAT(refused({"parallel.data=3"}), ContainsSubstring("wanted a multiple of micro_batch_size x parallel.data"));
 }
 
+TEST_CASE("what the CUDA kernels cannot do is refused where cuda is asked for by name") {
+  const auto cuda = [](std::vector<std::string> more) {
+    more.push_back("execution.backend=cuda");
+    return refused(more);
+  };
+  CHECK(cuda({"model.num_attention_heads=2"}) == "accepted");
+  CHECK_THAT(cuda({"model.num_attention_heads=4"}), ContainsSubstring("makes heads 32 wide"));
+  CHECK(refused({"model.num_attention_heads=4", "execution.backend=auto"}) == "accepted");
+  CHECK_THAT(cuda({"gradients.w_group=2"}), ContainsSubstring("found 2 with 64 tokens a microbatch"));
+  CHECK(cuda({"gradients.w_group=2", "training.micro_batch_size=2", "training.global_batch_size=8"}) == "accepted");
+  CHECK(cuda({"gradients.w_group=2", "precision.compute=bf16"}) == "accepted");
+}
+
 TEST_CASE("W groups divide the microbatches and need one accumulated gradient and a W of its own") {
   CHECK(refused({"gradients.w_group=4"}) == "accepted");
   CHECK_THAT(refused({"gradients.w_group=3"}), ContainsSubstring("a divisor of the 4 microbatches of a step; the "
