@@ -162,8 +162,8 @@ struct UpdateScalesArgs {
 // One parameter in the optimizer's two launches.
 struct GradientItem {
   Tensor gradient;  // [rows, cols] FP32 or BF16, the main gradient
-  std::vector<Tensor>
-      microbatch;             // BF16 views in microbatch order whose FP32 sum is stored in `gradient` first; or empty
+  // Views in microbatch order, BF16 (on the CPU FP32 as well), whose FP32 sum is stored in `gradient` first; or empty.
+  std::vector<Tensor> microbatch;
   std::int64_t global_index;  // cell of this parameter in the norm's partials
 };
 

@@ -1,7 +1,5 @@
 #include "core/runtime/step_runner.h"
 
-#include <algorithm>
-
 #include "core/error.h"
 
 namespace qe {
@@ -22,7 +20,7 @@ StepRunner::StepRunner(Device& device, Transport& transport, QEffect& contract, 
       scale_update_(scale_update) {
   if (transport.size(Group::kData) == 1) return;
   reduction_ = device.make_stream("reduction");
-  for (std::size_t i = 0; i < stages_.size(); ++i) gradients_done_.push_back(device.make_event());
+  gradients_done_ = device.make_event();
 }
 
 void StepRunner::run() {
@@ -80,12 +78,10 @@ void StepRunner::reduce(StageIndex stage) {
   contract_.begin_reduction(stage);
   reducing_.push_back(stage);
   if (reduction_ == nullptr) return complete_reductions();  // one replica: nothing to add, nothing in flight
-  const auto own = std::find_if(stages_.begin(), stages_.end(), [&](auto* s) { return s->index() == stage; });
-  Event& done = *gradients_done_.at(static_cast<std::size_t>(own - stages_.begin()));
-  device_.record(done, graph_);
-  device_.wait(*reduction_, done);
+  device_.record(*gradients_done_, graph_);
+  device_.wait(*reduction_, *gradients_done_);
   for (const ParameterKind kind : {ParameterKind::kMatrix, ParameterKind::kVector}) {
-    const Tensor gradients = (*own)->gradients().all(kind);
+    const Tensor gradients = stage_of(stages_, stage)->gradients().all(kind);
     QE_EXPECTS(gradients.dtype == DType::kF32, "replicas sum FP32 gradients");
     transport_.all_reduce_sum(*reduction_, gradients.as<float>(), gradients.shape.cols, Group::kData);
   }

@@ -49,7 +49,7 @@ class StepRunner {
   ScaleUpdate scale_update_;
   // Replicas only: gradients are summed beside the other stages' work.
   std::unique_ptr<Stream> reduction_;
-  std::vector<std::unique_ptr<Event>> gradients_done_;  // by stage
+  std::unique_ptr<Event> gradients_done_;
   std::vector<StageIndex> reducing_;
   std::vector<std::uint64_t> counted_;
 };

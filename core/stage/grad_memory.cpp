@@ -97,8 +97,4 @@ int GradMemory::copies_per_weight_grad() const noexcept {
   return static_cast<int>(std::count_if(views_.offset.begin(), views_.offset.end(), [](auto o) { return o >= 0; }));
 }
 
-void GradMemory::zero_vectors(Device& device, Stream& stream) const {
-  device.zero(stream, vector_memory_.data(), vector_memory_.bytes());
-}
-
 }  // namespace qe

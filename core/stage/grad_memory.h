@@ -39,8 +39,6 @@ class GradMemory {
   [[nodiscard]] Tensor bound(int parameter, MicrobatchIndex) const;
   [[nodiscard]] int copies_per_weight_grad() const noexcept;  // matrix copies of one W of the stage
 
-  void zero_vectors(Device&, Stream&) const;
-
  private:
   [[nodiscard]] Tensor group(unsigned char* base, const ParameterOffsets&, DType, int first, int count) const;
   [[nodiscard]] bool has_views(int parameter) const noexcept {

@@ -59,7 +59,6 @@ class CudaDevice final : public Device {
   [[nodiscard]] cudaStream_t native(Stream&) const;
   [[nodiscard]] cudaEvent_t native(const Event&) const;
   [[nodiscard]] int ordinal() const noexcept { return ordinal_; }
-  [[nodiscard]] bool capturing() const noexcept { return capture_ != nullptr; }
 
  private:
   class CudaStream;
