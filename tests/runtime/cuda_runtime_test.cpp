@@ -10,17 +10,12 @@
 namespace qe::testing {
 namespace {
 
-using Overrides = std::vector<std::string>;
-
 // The attention kernels want heads of 64.
 const Overrides kShape{"model.hidden_size=512", "model.ffn_hidden_size=1024", "model.num_attention_heads=8",
                        "model.max_position_embeddings=64", "training.seq_length=64"};
 
 Config config_on(const std::string& backend, const Overrides& cell) {
-  Overrides all = kShape;
-  all.insert(all.end(), cell.begin(), cell.end());
-  all.push_back("execution.backend=" + backend);
-  return test_config(all);
+  return test_config(kShape + cell + Overrides{"execution.backend=" + backend});
 }
 
 // False, with a warning, on a machine or in a build without CUDA.
@@ -33,6 +28,22 @@ bool has_cuda() {
     return false;
   }
 }
+
+// One rank on the GPU, driven step by step.
+struct GpuRank {
+  explicit GpuRank(const Config& c) : config(c) {}
+  const Config config;
+  const Backend backend = make_backend("cuda");
+  const std::unique_ptr<Transport> transport = make_transport(*backend.device, 1, 1, 60, "none");
+  PipelineRank rank{*backend.device,          *backend.ops,           *transport,
+                    make_rank_config(config), make_rank_plan(config), nullptr};
+
+  [[nodiscard]] auto memory() const { return backend.device->memory_by_kind(); }
+  StepResult step(std::uint32_t number) {
+    const Batch batch = synthetic_batch(config, number);
+    return rank.train_step(batch.tokens, batch.targets, 1e-3, number);
+  }
+};
 
 TraceRecords trace_of(const Overrides& cell, int steps) {
   return run_training(config_on("cuda", cell), {.steps = steps, .after_step = nullptr}).trace;
@@ -62,9 +73,7 @@ TEST_CASE("on a GPU mode, backward, placement and schedule do not show in six st
   for (const Overrides& schedule :
        {Overrides{"pipeline.schedule=interleaved_1f1b", "pipeline.virtual_pipeline_model_parallel_size=2"},
         Overrides{"pipeline.schedule=zbv"}}) {
-    Overrides cell = schedule;
-    cell.insert(cell.end(), {"execution.mode=graph", "gradients.placement=arena"});
-    require_equal(reference, cell, 6);
+    require_equal(reference, schedule + Overrides{"execution.mode=graph", "gradients.placement=arena"}, 6);
   }
 }
 
@@ -79,13 +88,9 @@ TEST_CASE("on a GPU peak and per-microbatch slots accumulate the same bytes, eag
 TEST_CASE("on a GPU grouped weight gradients have the same bytes eager and captured, under any schedule") {
   if (!has_cuda()) return;
   const Overrides grouped{"gradients.w_group=2", "training.seq_length=128", "model.max_position_embeddings=128"};
-  const auto with = [&](Overrides more) {
-    more.insert(more.end(), grouped.begin(), grouped.end());
-    return more;
-  };
-  const TraceRecords reference = trace_of(with({"execution.mode=eager"}), 3);
-  require_equal(reference, with({"execution.mode=graph"}), 3);
-  require_equal(reference, with({"execution.mode=graph", "pipeline.schedule=zbv"}), 3);
+  const TraceRecords reference = trace_of(grouped + Overrides{"execution.mode=eager"}, 3);
+  require_equal(reference, grouped + Overrides{"execution.mode=graph"}, 3);
+  require_equal(reference, grouped + Overrides{"execution.mode=graph", "pipeline.schedule=zbv"}, 3);
 }
 
 TEST_CASE("on a GPU capture changes no state, and nothing is allocated after it") {
@@ -93,19 +98,14 @@ TEST_CASE("on a GPU capture changes no state, and nothing is allocated after it"
   std::vector<std::uint64_t> digests;
   std::vector<std::array<std::size_t, kMemoryKinds>> memory;
   for (const char* mode : {"execution.mode=eager", "execution.mode=graph"}) {
-    const Config config = config_on("cuda", {mode});
-    const Backend backend = make_backend("cuda");
-    const auto transport = make_transport(*backend.device, 1, 1, 60, "ipc");
-    PipelineRank rank(*backend.device, *backend.ops, *transport, make_rank_config(config), make_rank_plan(config),
-                      nullptr);
-    digests.push_back(rank.state_digest());
-    const Batch batch = synthetic_batch(config, 1);
-    const auto captured = backend.device->memory_by_kind();
-    rank.train_step(batch.tokens, batch.targets, 1e-3, 1);
-    memory.push_back(backend.device->memory_by_kind());
-    if (config.execution.mode == ExecutionMode::kGraph) CHECK(memory.back() == captured);
-    rank.train_step(batch.tokens, batch.targets, 1e-3, 2);
-    CHECK(backend.device->memory_by_kind() == memory.back());
+    GpuRank gpu(config_on("cuda", {mode}));
+    digests.push_back(gpu.rank.state_digest());
+    const auto captured = gpu.memory();
+    gpu.step(1);
+    memory.push_back(gpu.memory());
+    if (gpu.config.execution.mode == ExecutionMode::kGraph) CHECK(memory.back() == captured);
+    gpu.step(2);
+    CHECK(gpu.memory() == memory.back());
   }
   CHECK(digests[0] == digests[1]);
   CHECK(memory[0] == memory[1]);
@@ -115,20 +115,15 @@ TEST_CASE("on a GPU 300 captured steps are 300 eager ones, in constant memory", 
   if (!has_cuda()) return;
   std::vector<std::vector<std::pair<double, float>>> runs;  // loss and gradient norm of each step
   for (const char* mode : {"execution.mode=eager", "execution.mode=graph"}) {
-    const Config config = config_on("cuda", {mode});
-    const Backend backend = make_backend("cuda");
-    const auto transport = make_transport(*backend.device, 1, 1, 60, "ipc");
-    PipelineRank rank(*backend.device, *backend.ops, *transport, make_rank_config(config), make_rank_plan(config),
-                      nullptr);
+    GpuRank gpu(config_on("cuda", {mode}));
     std::array<std::size_t, kMemoryKinds> at_20{};
     auto& run = runs.emplace_back();
     for (std::uint32_t step = 1; step <= 300; ++step) {
-      const Batch batch = synthetic_batch(config, step);
-      const StepResult result = rank.train_step(batch.tokens, batch.targets, 1e-3, step);
+      const StepResult result = gpu.step(step);
       run.emplace_back(result.loss_sum, result.scalars.norm);
-      if (step == 20) at_20 = backend.device->memory_by_kind();
+      if (step == 20) at_20 = gpu.memory();
     }
-    CHECK(backend.device->memory_by_kind() == at_20);
+    CHECK(gpu.memory() == at_20);
   }
   CHECK(runs[0] == runs[1]);
 }

@@ -8,13 +8,6 @@
 namespace qe::testing {
 namespace {
 
-using Overrides = std::vector<std::string>;
-
-Overrides operator+(Overrides a, const Overrides& b) {
-  a.insert(a.end(), b.begin(), b.end());
-  return a;
-}
-
 const Overrides kReference{"pipeline.backward=full", "gradients.placement=copied"};  // 1f1b, PP=1, eager
 const std::vector<Overrides> kMappings{{"pipeline.schedule=interleaved_1f1b", "pipeline.pipeline_model_parallel_size=2",
                                         "pipeline.virtual_pipeline_model_parallel_size=2"},

@@ -9,18 +9,11 @@
 namespace qe::testing {
 namespace {
 
-using Overrides = std::vector<std::string>;
-
 const Overrides kTwoReplicas{"parallel.data=2", "training.global_batch_size=8"};
 const Overrides kPipelines[] = {
     {},
     {"pipeline.schedule=zbv", "pipeline.pipeline_model_parallel_size=2"},
     {"pipeline.schedule=1f1b", "pipeline.pipeline_model_parallel_size=2", "execution.mode=graph"}};
-
-Overrides operator+(Overrides a, const Overrides& b) {
-  a.insert(a.end(), b.begin(), b.end());
-  return a;
-}
 
 // What a replica has by itself; everything else must be one.
 bool of_one_replica(const TraceKey& key) { return key.microbatch >= 0 || key.category == "loss"; }

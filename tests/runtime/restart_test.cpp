@@ -18,13 +18,6 @@
 namespace qe::testing {
 namespace {
 
-using Overrides = std::vector<std::string>;
-
-Overrides operator+(Overrides a, const Overrides& b) {
-  a.insert(a.end(), b.begin(), b.end());
-  return a;
-}
-
 Overrides pipeline(const std::string& schedule, int ranks, int chunks = 1) {
   return {"pipeline.schedule=" + schedule, "pipeline.pipeline_model_parallel_size=" + std::to_string(ranks),
           "pipeline.virtual_pipeline_model_parallel_size=" + std::to_string(chunks)};

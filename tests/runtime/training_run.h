@@ -45,7 +45,13 @@ Batch synthetic_batch(const Config&, std::uint32_t step);
 // The learning rate follows the config's schedule. Throws as make_backend does when execution.backend is not here.
 RunOutcome run_training(const Config&, const RunOptions& = {});
 
+using Overrides = std::vector<std::string>;  // as on the command line
+inline Overrides operator+(Overrides a, const Overrides& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
 // A config from JSON; `overrides` as on the command line.
-Config test_config(const std::vector<std::string>& overrides);
+Config test_config(const Overrides&);
 
 }  // namespace qe::testing

@@ -20,13 +20,7 @@
 namespace qe::testing {
 namespace {
 
-using Overrides = std::vector<std::string>;
 using Json = nlohmann::json;
-
-Overrides operator+(Overrides a, const Overrides& b) {
-  a.insert(a.end(), b.begin(), b.end());
-  return a;
-}
 
 const Overrides kP2{"pipeline.pipeline_model_parallel_size=2"};
 const Overrides kZbv = kP2 + Overrides{"pipeline.schedule=zbv"};
