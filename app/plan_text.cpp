@@ -109,7 +109,8 @@ std::string time_grid(const Plan& plan) {
     for (std::size_t i = 0; i < plan.lowered.actions[r].size(); ++i) {
       const Interval& interval = line.intervals[r][i];
       const Action& action = plan.lowered.actions[r][i];
-      for (auto t = static_cast<std::size_t>(interval.start); is_compute(action.kind) && t < interval.finish; ++t) {
+      for (auto t = static_cast<std::size_t>(interval.start);
+           is_compute(action.kind) && static_cast<double>(t) < interval.finish; ++t) {
         rows[t + 1].back() = to_string(action);
       }
     }

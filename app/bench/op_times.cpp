@@ -33,7 +33,6 @@ class OpBench {
     time_linear("head", config_.model.padded_vocab(), hidden(), fp8() && config_.head != HeadPrecision::kBf16);
     time_embedding();
     time_cross_entropy();
-    time_scaling();
     time_optimizer();
     return std::move(times_);
   }
@@ -277,21 +276,6 @@ class OpBench {
                              cell(1.0f / static_cast<float>(tokens()))};
     add("cross_entropy + gradient", text(c.logits.shape), 2 * bytes(c.logits), 0,
         [&] { ops_.cross_entropy(*stream_, c); });
-    release();
-  }
-
-  void time_scaling() {
-    constexpr int kSlots = 8;  // a layer's forward chain
-    const Tensor history = random(DType::kF32, {kSlots, config_.fp8.amax_history_len});
-    const UpdateScalesArgs u{history.as<float>(),
-                             zeros(DType::kF32, {1, kSlots}).as<float>(),
-                             kSlots,
-                             config_.fp8.amax_history_len,
-                             forward_type(),
-                             config_.fp8.margin,
-                             config_.fp8.amax_compute_algo};
-    if (fp8())
-      add("update_scales", text(history.shape), 2 * bytes(history), 0, [&] { ops_.update_scales(*stream_, u); });
     release();
   }
 
