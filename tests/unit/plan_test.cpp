@@ -10,6 +10,7 @@
 #include "app/plan_compare.h"
 #include "app/plan_measure.h"
 #include "core/error.h"
+#include "core/random.h"
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cpu/thread_transport.h"
 #include "schedules/csv.h"
@@ -124,7 +125,7 @@ TEST_CASE("planned bytes by kind, graphs and hand-offs are those of ranks that r
   }
 }
 
-TEST_CASE("lists from a file train to the bytes of a maker's: compute, lowered, mixed with B, in any placement") {
+TEST_CASE("lists from a file train to the bytes of 1f1b: compute, lowered, mixed with B, in any placement") {
   const Scratch dir;
   const Schedule zb1p = make_zb1p({2, 2, 4});
   const std::vector<Overrides> runs{
@@ -133,6 +134,10 @@ TEST_CASE("lists from a file train to the bytes of a maker's: compute, lowered, 
       csv_run(write_file(dir / "blocks.csv", kBlocks)) + Overrides{"execution.mode=graph"},
       csv_run(dir / "blocks.csv") + Overrides{"pipeline.tape_slots=per_microbatch"},
       csv_run(write_file(dir / "zb1p.csv", to_csv(lower(zb1p)))) + Overrides{"execution.mode=graph"},
+      kP2 + Overrides{"pipeline.schedule=gpipe", "execution.mode=graph"},
+      kP2 + Overrides{"pipeline.schedule=zb1p", "execution.mode=graph"},
+      {"pipeline.schedule=zb1p", "pipeline.pipeline_model_parallel_size=4",
+       "pipeline.virtual_pipeline_model_parallel_size=2"},
   };
   const TraceRecords reference = run_training(test_config({}), {.steps = 2}).trace;
   for (std::size_t i = 0; i < runs.size(); ++i) {
@@ -140,6 +145,28 @@ TEST_CASE("lists from a file train to the bytes of a maker's: compute, lowered, 
     CHECK(differences(reference, run_training(test_config(runs[i]), {.steps = 2}).trace).empty());
     RunOptions adversarial{.steps = 2, .policy = DrainPolicy::kAdversarial, .policy_seed = i};
     CHECK(differences(reference, run_training(test_config(runs[i]), adversarial).trace).empty());
+  }
+}
+
+TEST_CASE("shuffled lists that are accepted train to the same bytes in any order that their waits allow") {
+  const Scratch dir;
+  const TraceRecords reference = run_training(test_config({}), {.steps = 1}).trace;
+  int trained = 0;
+  for (std::uint64_t seed = 0; trained < 10; ++seed) {
+    Schedule lists = seed % 2 == 0 ? make_zbv({2, 2, 4}) : make_interleaved_1f1b({2, 2, 4});
+    const Schedule original = lists;
+    for (std::uint64_t draw = 0; draw < 6; ++draw) {
+      const RandomWords r = philox(random_key(1, "shuffled lists"), seed, draw);
+      auto& list = lists.actions[r.w[0] % 2];
+      const std::size_t i = r.w[1] % (list.size() - 1);
+      std::swap(list[i], list[i + 1]);
+    }
+    const std::string file = write_file(dir / "shuffled.csv", to_csv(lists));
+    if (lists == original || refusal(csv_run(file)) != "accepted") continue;
+    ++trained;
+    INFO("seed " << seed << "\n" << to_csv(lists));
+    const RunOptions options{.steps = 1, .policy = DrainPolicy::kAdversarial, .policy_seed = seed};
+    CHECK(differences(reference, run_training(test_config(csv_run(file)), options).trace).empty());
   }
 }
 
