@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
+#include <map>
+#include <memory>
 
 #include "app/pipeline_plan.h"
 #include "app/plan_memory.h"
@@ -29,7 +31,7 @@ double milliseconds(const std::function<void()>& work) {
   return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
 }
 
-// The config on one rank with one layer a stage, and two W groups of microbatches.
+// The config on one rank with one layer a stage, and a few microbatches.
 Config three_stages(const Config& config) {
   Config c = config;
   c.model.num_layers = kStages;
@@ -40,7 +42,8 @@ Config three_stages(const Config& config) {
   c.pipeline.schedule = ScheduleKind::kInterleaved1F1B;
   c.pipeline.tape_slots = config.pipeline.tape_slots;
   c.pipeline.layers_per_stage.assign(kStages, 1);
-  c.training.global_batch_size = 2 * c.gradients.w_group * c.training.micro_batch_size;
+  const int microbatches = std::max(4, 2 * c.gradients.w_group);
+  c.training.global_batch_size = microbatches / c.gradients.w_group * c.gradients.w_group * c.training.micro_batch_size;
   return c;
 }
 
@@ -51,7 +54,8 @@ class Laboratory {
         backend_(make_backend(config_.execution.backend)),
         plan_(make_rank_plan(config_)),
         rank_(*backend_.device, *backend_.ops, alone_, make_rank_config(config_), plan_, nullptr),
-        stream_(backend_.device->make_stream("measure")) {
+        stream_(backend_.device->make_stream("measure")),
+        nothing_(backend_.device->allocate(sizeof(float), MemoryKind::kStep)) {
     const auto cells = static_cast<std::size_t>(config_.tokens_per_step());
     const auto vocabulary = static_cast<std::uint32_t>(config_.model.vocab_size);
     for (std::size_t i = 0; i < cells; ++i) {
@@ -62,9 +66,8 @@ class Laboratory {
   }
 
   PlanCosts run() {
-    for (int i = 0; i < 3; ++i) train_step();  // every slot and scale holds what a run's would
-    std::vector<PartCosts> stages;
-    for (const TransformerStage* stage : rank_.stages()) stages.push_back(measure(*stage));
+    for (int i = 0; i < 2; ++i) train_step();  // every slot and scale holds what a run's would
+    const std::vector<PartCosts> stages = measure_stages();
     PlanCosts costs;
     costs.device = backend_.device->description();
     costs.layer = stages[1];
@@ -77,6 +80,8 @@ class Laboratory {
   }
 
  private:
+  using Unit = std::function<void()>;
+
   void train_step() {
     ++step_;
     rank_.train_step(tokens_, targets_, 0.0, step_);
@@ -88,8 +93,71 @@ class Laboratory {
             part(with.weight_grad, without.weight_grad), part(with.refresh, without.refresh)};
   }
 
-  // Of one call among many in a row, so that launch and wait cost what they cost in a step.
-  double time(const std::function<void()>& enqueue) {
+  // The call, or the replay of its graph.
+  Unit unit(const Unit& call) {
+    if (config_.execution.mode == ExecutionMode::kEager) return call;
+    const std::shared_ptr<Graph> graph = backend_.device->capture(*stream_, call);
+    return [this, graph] { backend_.device->launch(*graph, *stream_); };
+  }
+  Unit unit_of(const TransformerStage& stage, const Action& action) {
+    std::vector<SlotIndex> slots;
+    for (int i = 0; i < action.count; ++i) slots.push_back(SlotIndex{(to_int(action.microbatch) + i) % stage.slots()});
+    switch (action.kind) {
+      case ActionKind::kForward:
+        return unit([this, &stage, slots] { stage.forward(*stream_, slots.front()); });
+      case ActionKind::kInputGrad:
+        return unit([this, &stage, slots] { stage.input_grad(*stream_, slots.front()); });
+      default:
+        return unit([this, &stage, slots] { stage.weight_grad(*stream_, slots, false); });
+    }
+  }
+
+  double timed(const Unit& work) {
+    return milliseconds([&] {
+      work();
+      backend_.device->synchronize(*stream_);
+    });
+  }
+
+  // Every unit in the place that it has in a step, so that caches hold what they would hold there.
+  std::vector<PartCosts> measure_stages() {
+    struct Timed {
+      Unit run;
+      std::vector<double>* samples;
+    };
+    std::map<std::pair<StageIndex, ActionKind>, std::vector<double>> samples;
+    std::map<StageIndex, std::vector<double>> refreshes;
+    std::vector<Timed> step;
+    for (const TransformerStage* stage : rank_.stages()) {
+      step.push_back({unit([this, stage] { stage->refresh(*stream_); }), &refreshes[stage->index()]});
+    }
+    for (const Action& action : plan_.schedule.actions[0]) {
+      if (!is_compute(action.kind)) continue;
+      const TransformerStage& stage = *stage_of(rank_.stages(), action.stage);
+      step.push_back({unit_of(stage, action), &samples[{action.stage, action.kind}]});
+    }
+    std::vector<double> waits;
+    for (int i = -1; i < kRepetitions; ++i) {
+      waits.push_back(timed([&] { backend_.device->zero(*stream_, nothing_.data(), nothing_.bytes()); }));
+      for (const Timed& t : step) {
+        const double ms = timed(t.run);
+        if (i >= 0) t.samples->push_back(ms);
+      }
+    }
+    // What waiting costs by itself: in a step nobody waits between units.
+    const double wait = median(waits);
+    std::vector<PartCosts> costs;
+    for (const TransformerStage* stage : rank_.stages()) {
+      const auto of = [&](ActionKind kind) { return std::max(1e-6, median(samples[{stage->index(), kind}]) - wait); };
+      costs.push_back({of(ActionKind::kForward), of(ActionKind::kInputGrad),
+                       of(ActionKind::kWeightGrad) / config_.gradients.w_group,
+                       std::max(0.0, median(refreshes[stage->index()]) - wait)});
+    }
+    return costs;
+  }
+
+  // Of one call among many in a row.
+  double time(const Unit& enqueue) {
     Device& device = *backend_.device;
     const auto sample = [&](int calls) {
       return milliseconds([&] {
@@ -102,24 +170,6 @@ class Laboratory {
     std::vector<double> samples;
     for (int i = 0; i < kRepetitions; ++i) samples.push_back(sample(calls) / calls);
     return median(samples);
-  }
-
-  double time_unit(const std::function<void()>& unit) {
-    if (config_.execution.mode == ExecutionMode::kEager) return time(unit);
-    const auto graph = backend_.device->capture(*stream_, unit);
-    return time([&] { backend_.device->launch(*graph, *stream_); });
-  }
-
-  PartCosts measure(const TransformerStage& stage) {
-    const SlotIndex slot{0};
-    std::vector<SlotIndex> group;
-    for (int i = 0; i < config_.gradients.w_group; ++i) group.push_back(SlotIndex{i});
-    PartCosts costs;
-    costs.forward = time_unit([&] { stage.forward(*stream_, slot); });
-    costs.input_grad = time_unit([&] { stage.input_grad(*stream_, slot); });
-    costs.weight_grad = time_unit([&] { stage.weight_grad(*stream_, group, false); }) / config_.gradients.w_group;
-    costs.refresh = time_unit([&] { stage.refresh(*stream_); });
-    return costs;
   }
 
   double measure_message() {
@@ -163,6 +213,7 @@ class Laboratory {
   RankPlan plan_;
   PipelineRank rank_;
   std::unique_ptr<Stream> stream_;
+  Buffer nothing_;
   std::vector<std::int32_t> tokens_, targets_;
   std::uint32_t step_ = 0;
 };
