@@ -3,21 +3,25 @@
 #include <mpi.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <new>
 #include <optional>
 #include <sstream>
+#include <thread>
 #include <vector>
 
 #include "app/config_faults.h"
+#include "app/watchdog.h"
 #include "core/error.h"
 
 namespace qe {
 namespace {
 
 constexpr std::size_t kMostRanksNamed = 8;
+constexpr auto kPoll = std::chrono::milliseconds(1);
 
 struct Verdict {
   int code = 0;
@@ -37,7 +41,8 @@ bool has_launcher() { return is_set("OMPI_COMM_WORLD_SIZE") || is_set("PMI_SIZE"
 bool speaks_for_its_host() { return zero_or_unset("SLURM_LOCALID"); }
 
 // Every rank's text, on every rank. In MPI alone: the transports are made later.
-std::vector<std::string> gather(const std::string& mine) {
+std::vector<std::string> gather(const std::string& mine, Watchdog& watchdog, double timeout_s) {
+  const Watchdog::Limit limit(watchdog, timeout_s, "the first exchange between the ranks of the job");
   int size = 1;
   MPI_Comm_size(MPI_COMM_WORLD, &size);
   const int length = static_cast<int>(mine.size());
@@ -54,9 +59,9 @@ std::vector<std::string> gather(const std::string& mine) {
   return all;
 }
 
-std::vector<Verdict> exchange(const Verdict& mine) {
+std::vector<Verdict> exchange(const Verdict& mine, Watchdog& watchdog, double timeout_s) {
   std::vector<Verdict> all;
-  for (const std::string& text : gather(std::to_string(mine.code) + " " + mine.text)) {
+  for (const std::string& text : gather(std::to_string(mine.code) + " " + mine.text, watchdog, timeout_s)) {
     const std::size_t space = text.find(' ');
     all.push_back({std::stoi(text.substr(0, space)), text.substr(space + 1)});
   }
@@ -91,8 +96,8 @@ std::pair<std::string, std::string> first_difference(const std::string& a, const
 }
 
 // The job's exit code, alike on every rank; 0: all go on. Rank 0 prints.
-int agree(const Verdict& mine) {
-  const std::vector<Verdict> all = exchange(mine);
+int agree(const Verdict& mine, Watchdog& watchdog, double timeout_s) {
+  const std::vector<Verdict> all = exchange(mine, watchdog, timeout_s);
   int rank = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   const bool speaks = rank == 0 && (all.size() > 1 || speaks_for_its_host());
@@ -138,41 +143,75 @@ void print_of_rank(int rank, int size, const std::string& message) {
   print_error(named ? message : name + ": " + message);
 }
 
-// An exception leaves through MPI_Abort, or the other ranks would wait for this one.
-int run_body(const Config& config, const std::function<int(const Config&)>& body) {
+constexpr double kOthersTell_s = 1;  // how long a rank that failed lets the others of its host say where they were
+
+// An exception leaves through MPI_Abort, or ranks of other hosts would wait for this one.
+int abort_job(const std::string& message, int code, JobBoard& board, Watchdog& watchdog, int size) {
+  board.raise(code);
+  watchdog.begin_abort(code);
+  print_of_rank(board.rank(), size, message);
+  board.tell();
+  if (size == 1) return code;  // nobody waits
+  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(kOthersTell_s);
+  while (!board.all_told() && std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(kPoll);
+  std::fflush(nullptr);
+  MPI_Abort(MPI_COMM_WORLD, board.failure()->code);
+  return code;
+}
+
+// Ranks of this host wait for each other here, where a death shows, and only then in MPI_Finalize.
+void leave_together(JobBoard& board) {
+  board.leave();
+  while (!board.others_left()) {
+    board.expect_no_failure();
+    std::this_thread::sleep_for(kPoll);
+  }
+}
+
+struct Ending {
+  int code;
+  bool one_host = true;
+};
+
+Ending run_body(const Config& config, const JobBody& body, Watchdog& watchdog) {
   int rank = 0, size = 1;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &size);
-  if (!check_size(config, rank, size)) return static_cast<int>(ExitCode::kConfig);
-  int code = static_cast<int>(ExitCode::kRuntime);
+  if (!check_size(config, rank, size)) return {static_cast<int>(ExitCode::kConfig)};
+  JobBoard board(rank, [&](const std::string& mine) { return gather(mine, watchdog, config.runtime.timeout_s); });
+  struct Watched {
+    explicit Watched(Watchdog& w, JobBoard& b) : watchdog(w) { watchdog.watch(&b); }
+    ~Watched() { watchdog.watch(nullptr); }
+    Watchdog& watchdog;
+  } watched(watchdog, board);
   try {
-    return body(config);
-  } catch (const NonFiniteError& e) {  // every rank decided alike: told once, and the job ends in order
-    if (rank == 0) print_error(e.what());
-    return static_cast<int>(e.exit_code());
-  } catch (const CheckpointError& e) {  // as above
-    if (rank == 0) print_error(e.what());
-    return static_cast<int>(e.exit_code());
+    int code = 0;
+    try {
+      code = body(config, &board);
+    } catch (const NonFiniteError& e) {  // every rank decided alike: told once, and the job ends in order
+      if (rank == 0) print_error(e.what());
+      code = static_cast<int>(e.exit_code());
+    } catch (const CheckpointError& e) {  // as above
+      if (rank == 0) print_error(e.what());
+      code = static_cast<int>(e.exit_code());
+    }
+    leave_together(board);
+    return {code, board.other_host().empty()};
   } catch (const Error& e) {
-    print_of_rank(rank, size, e.what());
-    code = static_cast<int>(e.exit_code());
+    return {abort_job(e.what(), static_cast<int>(e.exit_code()), board, watchdog, size)};
   } catch (const std::bad_alloc&) {
-    print_of_rank(rank, size,
-                  "The host has no memory left; make the model or the batch smaller, or raise the process's limit.");
+    return {abort_job("The host has no memory left; make the model or the batch smaller, or raise the process's limit.",
+                      static_cast<int>(ExitCode::kRuntime), board, watchdog, size)};
   } catch (const std::exception& e) {
-    print_of_rank(rank, size, e.what());
+    return {abort_job(e.what(), static_cast<int>(ExitCode::kRuntime), board, watchdog, size)};
   }
-  if (size == 1) return code;  // nobody waits
-  std::fflush(nullptr);
-  MPI_Abort(MPI_COMM_WORLD, code);
-  return code;
 }
 
 }  // namespace
 
 void print_error(const std::string& message) { std::fprintf(stderr, "qeffect: error: %s\n", message.c_str()); }
 
-int run_job(const std::function<JobStart()>& prepare, const std::function<int(const Config&)>& body) {
+int run_job(const std::function<JobStart()>& prepare, const JobBody& body) {
   std::optional<JobStart> start;
   Verdict verdict;
   try {
@@ -187,12 +226,20 @@ int run_job(const std::function<JobStart()>& prepare, const std::function<int(co
     if (speaks_for_its_host()) print_error(verdict.text);
     return verdict.code;
   }
-  int provided = 0;
-  MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);
-  int code = agree(verdict);
-  if (code == 0) code = run_body(start->config, body);
+  Watchdog watchdog(has_launcher());
+  const double timeout_s = start ? start->config.runtime.timeout_s : RuntimeSection{}.timeout_s;
+  {
+    const Watchdog::Limit limit(watchdog, timeout_s, "MPI_Init, in which the ranks of the job meet,");
+    int provided = 0;
+    MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);
+  }
+  Ending ending{agree(verdict, watchdog, timeout_s)};
+  if (ending.code == 0) ending = run_body(start->config, body, watchdog);
+  // Rank 0 may have long work of its own at the end; a rank of another host cannot see that it lives.
+  std::optional<Watchdog::Limit> limit;
+  if (ending.one_host) limit.emplace(watchdog, timeout_s, "MPI_Finalize");
   MPI_Finalize();
-  return code;
+  return ending.code;
 }
 
 }  // namespace qe

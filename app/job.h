@@ -6,6 +6,7 @@
 #include <string>
 
 #include "app/config.h"
+#include "kernels/wire/job_board.h"
 
 namespace qe {
 
@@ -16,10 +17,15 @@ struct JobStart {
   std::string identity;  // what every rank must have alike, in lines
 };
 
+using JobBody = std::function<int(const Config&, JobBoard*)>;
+
 // `prepare` reads and checks what this rank was given, before MPI_Init; what it throws is a refusal. A process that no
 // launcher started ends there. Otherwise the ranks tell each other how they fared: with a refusal anywhere, or ranks
 // that have different things in mind, none goes on, and rank 0 prints each message once, naming the ranks if not all
-// have it. Then `body` runs between MPI_Init and MPI_Finalize on config.ranks() ranks. Returns the exit code.
-int run_job(const std::function<JobStart()>& prepare, const std::function<int(const Config&)>& body);
+// have it. Then `body` runs between MPI_Init and MPI_Finalize on config.ranks() ranks. Returns the exit code;
+// a rank that fails alone ends the job with its own.
+// No process of the job outlives it (app/watchdog.h), and no failure keeps the others waiting
+// (kernels/wire/job_board.h).
+int run_job(const std::function<JobStart()>& prepare, const JobBody& body);
 
 }  // namespace qe

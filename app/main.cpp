@@ -63,7 +63,9 @@ int train(const CommandLine& line) {
     signals.emplace(!config.checkpoint.dir.empty());
     return JobStart{config, "train\n" + text_of(config) + text_of(line.start)};
   };
-  return run_job(prepare, [&](const Config& config) { return run_train(config, line.start, &*signals, line.text); });
+  return run_job(prepare, [&](const Config& config, JobBoard* board) {
+    return run_train(config, line.start, &*signals, board, line.text);
+  });
 }
 
 int bench(const CommandLine& line) {
@@ -74,7 +76,8 @@ int bench(const CommandLine& line) {
     return JobStart{config, "bench\n" + text_of(config) + "--steps " + std::to_string(o.steps) + "\n--warmup " +
                                 std::to_string(o.warmup) + "\n--ops " + (o.ops ? "on" : "off")};
   };
-  return run_job(prepare, [&](const Config& config) { return run_bench(config, line.bench, line.text); });
+  return run_job(
+      prepare, [&](const Config& config, JobBoard* board) { return run_bench(config, line.bench, board, line.text); });
 }
 
 void add_config_options(CLI::App& command, CommandLine& line) {

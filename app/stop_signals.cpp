@@ -44,6 +44,8 @@ void StopSignals::watch() {
     if (signal == SIGUSR2) {
       const std::lock_guard lock(mutex_);
       std::fprintf(stderr, "qeffect: %s\n", status_.c_str());
+    } else if (ending_) {
+      continue;
     } else if (!stop_) {
       first = now;
       stop_ = true;

@@ -22,13 +22,15 @@ class StopSignals {
 
   [[nodiscard]] bool stop_requested() const noexcept { return stop_.load(); }
   void set_status(const std::string& line);
+  // The run ends by itself: a launcher that ends the others asks in vain, and without a word.
+  void ignore_requests() noexcept { ending_ = true; }
 
  private:
   void watch();
 
   sigset_t signals_{};
   sigset_t before_{};
-  std::atomic<bool> stop_ = false, done_ = false;
+  std::atomic<bool> stop_ = false, done_ = false, ending_ = false;
   std::mutex mutex_;
   std::string status_ = "no step is done yet";
   std::thread watcher_;

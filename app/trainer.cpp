@@ -56,15 +56,18 @@ RankUsage usage_from(const nlohmann::json& j) {
 
 }  // namespace
 
-Trainer::Trainer(const Config& config, const StartOptions& options, StopSignals* signals,
+Trainer::Trainer(const Config& config, const StartOptions& options, StopSignals* signals, JobBoard* board,
                  const std::string& command_line)
     : config_(config),
+      board_(board),
+      place_(board),
       plan_(make_rank_plan(config)),
       binding_(bind_rank(config.execution.backend, config.execution.transport,
-                         config.pipeline.pipeline_model_parallel_size, config.parallel.data, config.runtime.timeout_s)),
+                         config.pipeline.pipeline_model_parallel_size, config.parallel.data,
+                         {config.runtime.timeout_s, board})),
       backend_(make_backend(binding_.backend, binding_.ordinal)),
       transport_(make_transport(*backend_.device, config.pipeline.pipeline_model_parallel_size, config.parallel.data,
-                                config.runtime.timeout_s, binding_.transport)),
+                                {config.runtime.timeout_s, board}, binding_.transport)),
       train_data_(config.data.train, config.model.vocab_size, config.training.seq_length, "data.train"),
       sampler_(train_data_.windows(), config.training.global_batch_size,
                static_cast<std::uint64_t>(config.training.seed)),
@@ -93,6 +96,7 @@ Trainer::~Trainer() = default;
 void Trainer::start() {
   RankConfig rank_config = make_rank_config(config_);
   rank_config.initialize = !checkpoints_->has_start();
+  rank_config.hooks = &place_;
   rank_ = std::make_unique<PipelineRank>(*backend_.device, *backend_.ops, *transport_, rank_config, plan_, nullptr);
   position_ = checkpoints_->load(*rank_);
   begun_step_ = position_.step;
@@ -127,12 +131,10 @@ ExitCode Trainer::run() {
     fill_report();
     throw;
   } catch (const Error& e) {
-    note_failure(e.what(), e.exit_code());
-    write_report_alone();
+    fail_alone(e.what(), e.exit_code());
     throw;
   } catch (const std::exception& e) {
-    note_failure(e.what(), ExitCode::kRuntime);
-    write_report_alone();
+    fail_alone(e.what(), ExitCode::kRuntime);
     throw;
   }
   return stopping_ ? ExitCode::kStoppedBySignal : ExitCode::kOk;
@@ -141,6 +143,14 @@ ExitCode Trainer::run() {
 void Trainer::note_failure(const std::string& message, ExitCode code) {
   report_.status = "failed";
   report_.failure = RunFailure{message, static_cast<int>(code), begun_step_};
+}
+
+// Before anything is taken down, because that may hang.
+void Trainer::fail_alone(const std::string& message, ExitCode code) {
+  if (board_ != nullptr && code != ExitCode::kCheckpoint) board_->raise(static_cast<int>(code));
+  if (signals_ != nullptr) signals_->ignore_requests();
+  note_failure(message, code);
+  write_report_alone();
 }
 
 void Trainer::write_report_alone() noexcept {
@@ -173,6 +183,7 @@ void Trainer::save() {
   position_.skipped_steps = report_.skipped_steps;
   position_.initial_train_loss = report_.initial_train_loss;
   position_.final_train_loss = report_.final_train_loss;
+  place_.set(Phase::kSave, static_cast<std::uint32_t>(position_.step));
   const auto start = Clock::now();
   const SavedCheckpoint saved = checkpoints_->save(*rank_, position_);
   if (!leads()) return;
@@ -184,6 +195,7 @@ void Trainer::save() {
 
 void Trainer::train_step(std::uint32_t step) {
   begun_step_ = step;
+  place_.set(Phase::kStep, step);
   // A replica takes its share of the step's windows, in order.
   const std::vector<std::int64_t> windows = sampler_.next();
   const auto share = static_cast<std::size_t>(config_.replica_batch_size());
@@ -255,6 +267,7 @@ void Trainer::handle_skip(std::uint32_t step, const OptimizerScalars& scalars) {
 }
 
 double Trainer::evaluate(const TokenDataset& data) {
+  place_.set(Phase::kEvaluation, static_cast<std::uint32_t>(position_.step));
   const Evaluation pass(data, config_.training.micro_batch_size, config_.training.eval_iters);
   const auto row = static_cast<std::size_t>(config_.training.micro_batch_size) *
                    static_cast<std::size_t>(config_.training.seq_length);
@@ -306,6 +319,7 @@ RankUsage Trainer::usage() const {
 }
 
 void Trainer::fill_report() {
+  place_.set(Phase::kEnd, static_cast<std::uint32_t>(position_.step));
   rank_->contract().require_quiescent();
   if (config_.parallel.data > 1) {
     const auto digests = transport_->exchange(std::to_string(rank_->state_digest()), Group::kWorld);

@@ -12,6 +12,7 @@
 #include "app/data/batch_sampler.h"
 #include "app/data/token_dataset.h"
 #include "app/progress.h"
+#include "app/rank_place.h"
 #include "app/report.h"
 #include "app/run_directory.h"
 #include "app/stop_signals.h"
@@ -23,8 +24,8 @@ namespace qe {
 class Trainer {
  public:
   // Collective over the job, whose ranks have the same config and options. Throws DataError for unusable data,
-  // CheckpointError when the start cannot be used. `signals` may be null.
-  Trainer(const Config&, const StartOptions&, StopSignals* signals, const std::string& command_line);
+  // CheckpointError when the start cannot be used. `signals` and `board` may be null.
+  Trainer(const Config&, const StartOptions&, StopSignals* signals, JobBoard* board, const std::string& command_line);
   ~Trainer();
 
   // Trains up to step config.training.train_iters, evaluates, writes the report. Returns kStoppedBySignal after saving
@@ -45,12 +46,15 @@ class Trainer {
   double evaluate(const TokenDataset&);
   void log_evaluation(std::int64_t step);
   void note_failure(const std::string& message, ExitCode);
+  void fail_alone(const std::string& message, ExitCode);  // the other ranks are told, and wait no longer
   void fill_report();                  // collective
   void write_report_alone() noexcept;  // of what rank 0 knows, when the others may be gone
   [[nodiscard]] RankUsage usage() const;
   [[nodiscard]] bool leads() const { return transport_->rank(Group::kWorld) == 0; }
 
   Config config_;
+  JobBoard* board_;
+  RankPlace place_;
   RankPlan plan_;
   RankBinding binding_;
   Backend backend_;

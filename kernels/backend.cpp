@@ -35,7 +35,7 @@ Backend make_cuda(int ordinal) {
   return {std::move(device), std::move(ops)};
 }
 
-std::unique_ptr<Transport> make_cuda_transport(Device& device, int pipeline, int data, double timeout_s,
+std::unique_ptr<Transport> make_cuda_transport(Device& device, int pipeline, int data, const WaitRule& rule,
                                                const std::string& kind) {
   auto* cuda = dynamic_cast<CudaDevice*>(&device);
   QE_EXPECTS(cuda != nullptr, "every device of make_backend has a transport");
@@ -44,15 +44,15 @@ std::unique_ptr<Transport> make_cuda_transport(Device& device, int pipeline, int
     return std::make_unique<SoloTransport>(device);
   }
   MpiWorld world = join_mpi_world(pipeline, data);
-  if (kind == "nccl") return make_nccl_transport(*cuda, std::move(world.wire), world.layout, timeout_s);
+  if (kind == "nccl") return make_nccl_transport(*cuda, std::move(world.wire), world.layout, rule);
   QE_EXPECTS(kind == "ipc", "bind_rank chose the transport");
-  return make_ipc_transport(*cuda, std::move(world.wire), world.layout, timeout_s);
+  return make_ipc_transport(*cuda, std::move(world.wire), world.layout, rule);
 }
 
 // Nothing: no rank sees a GPU, and none is required.
-std::optional<RankBinding> bind_to_gpu(const std::string& transport, int pipeline, int data, double timeout_s,
+std::optional<RankBinding> bind_to_gpu(const std::string& transport, int pipeline, int data, const WaitRule& rule,
                                        bool required) {
-  auto card = bind_to_card(transport, pipeline, data, timeout_s, required);
+  auto card = bind_to_card(transport, pipeline, data, rule, required);
   if (!card) return std::nullopt;
   return RankBinding{"cuda", card->transport, card->ordinal, card->table};
 }
@@ -60,8 +60,10 @@ std::optional<RankBinding> bind_to_gpu(const std::string& transport, int pipelin
 constexpr bool kHasCuda = false;
 bool sees_cuda_device() { return false; }
 Backend make_cuda(int) { refuse_cuda(); }
-std::unique_ptr<Transport> make_cuda_transport(Device&, int, int, double, const std::string&) { refuse_cuda(); }
-std::optional<RankBinding> bind_to_gpu(const std::string&, int, int, double, bool required) {
+std::unique_ptr<Transport> make_cuda_transport(Device&, int, int, const WaitRule&, const std::string&) {
+  refuse_cuda();
+}
+std::optional<RankBinding> bind_to_gpu(const std::string&, int, int, const WaitRule&, bool required) {
   if (required) refuse_cuda();
   return std::nullopt;
 }
@@ -89,12 +91,12 @@ Backend make_backend(const std::string& name, int ordinal) {
 }
 
 RankBinding bind_rank(const std::string& backend, const std::string& transport, int pipeline, int data,
-                      double timeout_s) {
+                      const WaitRule& rule) {
   // Without a backend named, mpi asks for the CPU as ipc and nccl ask for GPUs.
   const bool cpu = backend == "cpu" || (backend == "auto" && transport == "mpi");
   if (!cpu) {
     const bool required = backend == "cuda" || transport != "auto";
-    if (const auto gpu = bind_to_gpu(transport, pipeline, data, timeout_s, required)) return *gpu;
+    if (const auto gpu = bind_to_gpu(transport, pipeline, data, rule, required)) return *gpu;
   }
   if (transport != "auto" && transport != "mpi") {
     throw ConfigError("execution.transport is " + transport +
@@ -103,11 +105,11 @@ RankBinding bind_rank(const std::string& backend, const std::string& transport, 
   return {"cpu", "mpi", 0, ""};
 }
 
-std::unique_ptr<Transport> make_transport(Device& device, int pipeline, int data, double timeout_s,
+std::unique_ptr<Transport> make_transport(Device& device, int pipeline, int data, const WaitRule& rule,
                                           const std::string& kind) {
   auto* cpu = dynamic_cast<CpuDevice*>(&device);
-  if (cpu == nullptr) return make_cuda_transport(device, pipeline, data, timeout_s, kind);
-  return make_mpi_transport(*cpu, pipeline, data, timeout_s);
+  if (cpu == nullptr) return make_cuda_transport(device, pipeline, data, rule, kind);
+  return make_mpi_transport(*cpu, pipeline, data, rule);
 }
 
 }  // namespace qe

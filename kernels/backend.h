@@ -7,6 +7,7 @@
 #include "core/device.h"
 #include "core/ops.h"
 #include "core/transport.h"
+#include "kernels/wire/host_wait.h"
 
 namespace qe {
 
@@ -36,10 +37,10 @@ struct RankBinding {
 // host, which ranks may share) or "nccl" (a GPU a rank). Throws ConfigError when the job has another size or the
 // transport cannot serve these ranks, DeviceError when a rank has no GPU.
 RankBinding bind_rank(const std::string& backend, const std::string& transport, int pipeline, int data,
-                      double timeout_s);
+                      const WaitRule&);
 
 // Messages between the processes of an MPI job. Collective, between MPI_Init and MPI_Finalize; one rank on a GPU needs
 // no MPI. `kind` as in RankBinding. Throws ConfigError when the job has not pipeline · data ranks.
-std::unique_ptr<Transport> make_transport(Device&, int pipeline, int data, double timeout_s, const std::string& kind);
+std::unique_ptr<Transport> make_transport(Device&, int pipeline, int data, const WaitRule&, const std::string& kind);
 
 }  // namespace qe

@@ -10,6 +10,7 @@
 #include "app/commands/commands.h"
 #include "app/environment.h"
 #include "app/pipeline_plan.h"
+#include "app/rank_place.h"
 #include "app/report.h"
 #include "core/error.h"
 #include "core/random.h"
@@ -41,15 +42,19 @@ struct StepTimes {
   std::int64_t peak_bytes = 0;
 };
 
-StepTimes time_steps(const Config& config, Backend& backend, Transport& transport, const BenchOptions& options) {
+StepTimes time_steps(const Config& config, Backend& backend, Transport& transport, const BenchOptions& options,
+                     JobBoard* board) {
   StepTimes times;
   auto start = Clock::now();
-  PipelineRank rank(*backend.device, *backend.ops, transport, make_rank_config(config), make_rank_plan(config),
-                    nullptr);
+  RankPlace place(board);
+  RankConfig rank_config = make_rank_config(config);
+  rank_config.hooks = &place;
+  PipelineRank rank(*backend.device, *backend.ops, transport, rank_config, make_rank_plan(config), nullptr);
   times.start_ms = ms_since(start);
   const std::vector<std::int32_t> tokens = random_tokens(config, 0), targets = random_tokens(config, 1);
   std::vector<double> mine;
   for (int step = 1; step <= options.warmup + options.steps; ++step) {
+    place.set(Phase::kStep, static_cast<std::uint32_t>(step));
     transport.barrier(Group::kWorld);
     start = Clock::now();
     rank.train_step(tokens, targets, config.training.lr, static_cast<std::uint32_t>(step));
@@ -99,13 +104,12 @@ void write(const std::string& path, const Json& result) {
 
 }  // namespace
 
-int run_bench(const Config& config, const BenchOptions& options, const std::string& command_line) {
+int run_bench(const Config& config, const BenchOptions& options, JobBoard* board, const std::string& command_line) {
   const int pipeline = config.pipeline.pipeline_model_parallel_size, data = config.parallel.data;
-  const RankBinding binding =
-      bind_rank(config.execution.backend, config.execution.transport, pipeline, data, config.runtime.timeout_s);
+  const WaitRule rule(config.runtime.timeout_s, board);
+  const RankBinding binding = bind_rank(config.execution.backend, config.execution.transport, pipeline, data, rule);
   Backend backend = make_backend(binding.backend, binding.ordinal);
-  const std::unique_ptr<Transport> transport =
-      make_transport(*backend.device, pipeline, data, config.runtime.timeout_s, binding.transport);
+  const std::unique_ptr<Transport> transport = make_transport(*backend.device, pipeline, data, rule, binding.transport);
   const bool leads = transport->rank(Group::kWorld) == 0;
   Json result{{"command", command_line},
               {"device", backend.device->description()},
@@ -114,7 +118,7 @@ int run_bench(const Config& config, const BenchOptions& options, const std::stri
               {"environment", Json::parse(environment_json())},
               {"config", Json::parse(dump_config(config))}};
   if (options.steps > 0) {
-    const StepTimes times = time_steps(config, backend, *transport, options);
+    const StepTimes times = time_steps(config, backend, *transport, options, board);
     const double median = median_of_slowest(times);
     const double tokens = static_cast<double>(config.tokens_per_step()) / (median * 1e-3);
     const double tflops =

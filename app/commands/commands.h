@@ -7,12 +7,14 @@
 #include "app/checkpointer.h"
 #include "app/config.h"
 #include "app/stop_signals.h"
+#include "kernels/wire/job_board.h"
 
 namespace qe {
 
 // Between MPI_Init and MPI_Finalize, on every rank of a job that has config.ranks() ranks. `command_line` is for the
-// report; `signals` may be null.
-int run_train(const Config& config, const StartOptions& options, StopSignals* signals, const std::string& command_line);
+// report; `signals` and `board` may be null.
+int run_train(const Config& config, const StartOptions& options, StopSignals* signals, JobBoard* board,
+              const std::string& command_line);
 
 struct BenchOptions {
   int steps = 20;      // measured complete optimizer steps; 0: none
@@ -21,7 +23,7 @@ struct BenchOptions {
   std::string output;  // JSON file; empty: none
 };
 // As run_train, on random tokens; writes no run folder.
-int run_bench(const Config& config, const BenchOptions& options, const std::string& command_line);
+int run_bench(const Config& config, const BenchOptions& options, JobBoard* board, const std::string& command_line);
 
 struct PlanOptions {
   std::string csv;            // "compute" or "lowered": print the lists as PyTorch's CSV and nothing else

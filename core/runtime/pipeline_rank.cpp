@@ -36,7 +36,8 @@ PipelineRank::PipelineRank(Device& device, Ops& ops, Transport& transport, const
   const auto rank = static_cast<std::size_t>(transport.rank(Group::kPipeline));
   runner_ = std::make_unique<StepRunner>(device, transport, *contract_, *executor_, *boundary_, stage_list_,
                                          plan.schedule.actions.at(rank), *caller_, *graph_,
-                                         counters_.as<std::uint64_t>(), config.stage.fp8.scale_update);
+                                         counters_.as<std::uint64_t>(), config.stage.fp8.scale_update,
+                                         config.hooks);
   optimizer_->prepare(*caller_);
   device.synchronize();
   const auto start = std::chrono::steady_clock::now();
@@ -127,6 +128,7 @@ StepResult PipelineRank::train_step(std::span<const std::int32_t> tokens, std::s
     for (const Chain chain : {Chain::kForward, Chain::kBackward}) s->scaling(chain).save_step_start(device_, *caller_);
   }
   runner_->run();
+  if (config_.hooks != nullptr) config_.hooks->before_optimizer();
 
   StepResult result;
   result.loss_sum = loss_sum();

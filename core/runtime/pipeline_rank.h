@@ -28,6 +28,7 @@ struct RankConfig {
   bool peak_slots = true;
   bool initialize = true;          // false: masters stay zero, for a plan that lays memory out and runs nothing
   std::vector<StageRange> ranges;  // [S]
+  StepHooks* hooks = nullptr;
 };
 
 // The lowered schedule and what it needs.

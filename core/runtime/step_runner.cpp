@@ -6,7 +6,8 @@ namespace qe {
 
 StepRunner::StepRunner(Device& device, Transport& transport, QEffect& contract, GraphExecutor& executor,
                        Boundary& boundary, std::vector<const TransformerStage*> stages, std::vector<Action> actions,
-                       Stream& caller, Stream& graph, std::uint64_t* counters, ScaleUpdate scale_update)
+                       Stream& caller, Stream& graph, std::uint64_t* counters, ScaleUpdate scale_update,
+                       StepHooks* hooks)
     : device_(device),
       transport_(transport),
       contract_(contract),
@@ -17,7 +18,8 @@ StepRunner::StepRunner(Device& device, Transport& transport, QEffect& contract, 
       caller_(caller),
       graph_(graph),
       counters_(counters),
-      scale_update_(scale_update) {
+      scale_update_(scale_update),
+      hooks_(hooks) {
   if (transport.size(Group::kData) == 1) return;
   reduction_ = device.make_stream("reduction");
   gradients_done_ = device.make_event();
@@ -27,6 +29,7 @@ void StepRunner::run() {
   reducing_.clear();
   device_.zero(caller_, counters_, 2 * stages_.size() * sizeof(std::uint64_t));
   for (const Action& action : actions_) {
+    if (hooks_ != nullptr) hooks_->before(action);
     if (is_send(action.kind) || is_recv(action.kind)) {
       boundary_.run_message(action);
     } else if (action.kind == ActionKind::kReduceGrad) {

@@ -8,6 +8,7 @@
 #include "core/qeffect/qeffect.h"
 #include "core/runtime/boundary.h"
 #include "core/runtime/graph_executor.h"
+#include "core/runtime/step_hooks.h"
 #include "core/schedule.h"
 #include "core/transport.h"
 
@@ -16,9 +17,10 @@ namespace qe {
 class StepRunner {
  public:
   // `actions` is the rank's lowered list. `counters` are the device counters of its stages, {forward, backward} each.
+  // `hooks` may be null.
   StepRunner(Device&, Transport&, QEffect&, GraphExecutor&, Boundary&, std::vector<const TransformerStage*> stages,
              std::vector<Action> actions, Stream& caller, Stream& graph, std::uint64_t* counters,
-             ScaleUpdate scale_update);
+             ScaleUpdate scale_update, StepHooks* hooks);
 
   // Every action of one optimizer step, from the first F to a finalized epoch: all gradients are in their main
   // gradients' memory or views and the host has synchronized. The caller commits.
@@ -47,6 +49,7 @@ class StepRunner {
   Stream& graph_;
   std::uint64_t* counters_;
   ScaleUpdate scale_update_;
+  StepHooks* hooks_;
   // Replicas only: gradients are summed beside the other stages' work.
   std::unique_ptr<Stream> reduction_;
   std::unique_ptr<Event> gradients_done_;

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -252,17 +251,17 @@ void CpuDevice::wait_until(const std::function<bool()>& done, const std::functio
   int idle = 0;
   for (;;) {
     const std::uint64_t before = progress_;
-    if (done()) return;
+    if (done()) break;
     policy_ == DrainPolicy::kImmediate ? pump() : discharge();
     if (progress_ != before) {
       since = Clock::now();
       idle = 0;
       continue;
     }
-    const double waited = seconds_since(since);
-    if (waited > deadline_s_) give_up(what(), waited);
+    wait_.look(seconds_since(since), what, [this] { return describe_streams(); });
     ++idle < kSpins ? std::this_thread::yield() : std::this_thread::sleep_for(kNap);
   }
+  wait_.over();
 }
 
 CpuDevice::Queue& CpuDevice::queue_of(Stream& s) const {
@@ -356,17 +355,14 @@ void CpuDevice::run(const Work& work) {
   work();
 }
 
-void CpuDevice::give_up(const std::string& what, double waited_s) const {
-  char waited[32];
-  std::snprintf(waited, sizeof waited, "%.1f", waited_s);
-  std::string text = owner_ + " waits for " + what + " since " + waited +
-                     " s, which is past the deadline; find out why the other rank is late, or raise runtime.timeout_s";
+std::string CpuDevice::describe_streams() const {
+  std::string text;
   for (const auto& queue : queues_) {
     if (queue->items.empty()) continue;
     text += "\n  stream '" + queue->name + "' (" + std::to_string(queue->items.size()) + " queued) waits for " +
             queue->describe_head();
   }
-  throw DeviceError(text);
+  return text;
 }
 
 std::uint64_t CpuDevice::draw(std::uint64_t bound) { return wanders_ ? philox(seed_, 0, draws_++).w[0] % bound : 0; }

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "core/device.h"
+#include "kernels/wire/host_wait.h"
 
 namespace qe {
 
@@ -67,11 +68,11 @@ class CpuDevice final : public Device {
 
   // For transports. A message cannot be captured.
   void enqueue_message(Stream&, std::unique_ptr<Pending>);
-  // The host waits for `done`, with the obligations kept meanwhile. DeviceError after a deadline without any progress:
-  // `rank` + " waits for " + what() + what every stream of this rank waits for.
+  // The host waits for `done`, with the obligations kept meanwhile. Throws as HostWait::look() does after a time without
+  // any progress; its detail is what every stream of this rank waits for.
   void wait_until(const std::function<bool()>& done, const std::function<std::string()>& what);
-  void set_deadline(double seconds) noexcept { deadline_s_ = seconds; }  // 60 until set
-  void set_owner(std::string rank) { owner_ = std::move(rank); }         // "rank 3", for reports
+  void set_host_wait(const HostWait& wait) { wait_ = wait; }      // a deadline of 60 s until set
+  void set_owner(std::string rank) { owner_ = std::move(rank); }  // "rank 3", for reports
 
  private:
   struct Queue;
@@ -92,7 +93,7 @@ class CpuDevice final : public Device {
   void discharge();
   void wander();
   void run(const std::function<void()>& work);
-  [[noreturn]] void give_up(const std::string& what, double waited_s) const;
+  [[nodiscard]] std::string describe_streams() const;
   std::uint64_t draw(std::uint64_t bound);
 
   const DrainPolicy policy_;
@@ -103,7 +104,7 @@ class CpuDevice final : public Device {
   Capture* capture_ = nullptr;
   bool running_ = false;
   std::uint64_t progress_ = 0;  // items passed and messages started
-  double deadline_s_ = 60;
+  HostWait wait_{0, 60};
   std::string owner_ = "this process";
   std::array<std::size_t, kMemoryKinds> bytes_{};
   std::size_t total_ = 0;

@@ -160,14 +160,15 @@ class ReduceItem final : public GatherItem {
 
 }  // namespace
 
-MessageTransport::MessageTransport(CpuDevice& device, std::shared_ptr<Wire> wire, RankLayout layout, double timeout_s)
+MessageTransport::MessageTransport(CpuDevice& device, std::shared_ptr<Wire> wire, RankLayout layout,
+                                   const WaitRule& rule)
     : device_(device),
       wire_(std::move(wire)),
       layout_(layout),
       next_send_(static_cast<std::size_t>(layout.pipeline)),
       next_recv_(static_cast<std::size_t>(layout.pipeline)) {
   device_.set_owner("rank " + std::to_string(layout.world));
-  device_.set_deadline(timeout_s);
+  device_.set_host_wait(HostWait(layout.world, rule));
 }
 
 void MessageTransport::send(Stream& s, const void* data, std::size_t bytes, int peer, const Action& label) {

@@ -27,7 +27,7 @@ struct GatherArgs {
 
 class MessageTransport final : public Transport {
  public:
-  MessageTransport(CpuDevice&, std::shared_ptr<Wire>, RankLayout, double timeout_s);
+  MessageTransport(CpuDevice&, std::shared_ptr<Wire>, RankLayout, const WaitRule&);
 
   [[nodiscard]] int rank(Group group) const override { return layout_.rank(group); }
   [[nodiscard]] int size(Group group) const override { return layout_.size(group); }

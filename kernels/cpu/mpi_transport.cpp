@@ -7,9 +7,9 @@
 
 namespace qe {
 
-std::unique_ptr<Transport> make_mpi_transport(CpuDevice& device, int pipeline, int data, double timeout_s) {
+std::unique_ptr<Transport> make_mpi_transport(CpuDevice& device, int pipeline, int data, const WaitRule& rule) {
   MpiWorld world = join_mpi_world(pipeline, data);
-  return std::make_unique<MessageTransport>(device, std::move(world.wire), world.layout, timeout_s);
+  return std::make_unique<MessageTransport>(device, std::move(world.wire), world.layout, rule);
 }
 
 }  // namespace qe

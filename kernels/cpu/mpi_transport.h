@@ -11,6 +11,6 @@ namespace qe {
 
 // Collective. ConfigError when the job has not pipeline · data ranks. The transport must be destroyed before
 // MPI_Finalize; it is used by the thread of its device, so MPI_THREAD_FUNNELED is enough.
-std::unique_ptr<Transport> make_mpi_transport(CpuDevice&, int pipeline, int data, double timeout_s);
+std::unique_ptr<Transport> make_mpi_transport(CpuDevice&, int pipeline, int data, const WaitRule&);
 
 }  // namespace qe

@@ -126,8 +126,8 @@ class IpcMemory final : public PeerMemory {
 }  // namespace
 
 std::unique_ptr<Transport> make_ipc_transport(CudaDevice& device, std::shared_ptr<Wire> wire, RankLayout layout,
-                                              double timeout_s) {
-  return std::make_unique<StagedTransport>(std::make_unique<IpcMemory>(device), std::move(wire), layout, timeout_s);
+                                              const WaitRule& rule) {
+  return std::make_unique<StagedTransport>(std::make_unique<IpcMemory>(device), std::move(wire), layout, rule);
 }
 
 }  // namespace qe

@@ -8,12 +8,13 @@
 
 #include "core/transport.h"
 #include "kernels/cuda/device.h"
+#include "kernels/wire/host_wait.h"
 #include "kernels/wire/wire.h"
 
 namespace qe {
 
 // Collective over the wire's world. ConfigError when ranks are on several hosts. Destroyed before the device, and
 // collectively unless an exception destroys it.
-std::unique_ptr<Transport> make_ipc_transport(CudaDevice&, std::shared_ptr<Wire>, RankLayout, double timeout_s);
+std::unique_ptr<Transport> make_ipc_transport(CudaDevice&, std::shared_ptr<Wire>, RankLayout, const WaitRule&);
 
 }  // namespace qe

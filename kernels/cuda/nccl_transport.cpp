@@ -106,8 +106,8 @@ class Communicator {
 
 class NcclTransport final : public Transport {
  public:
-  NcclTransport(CudaDevice& device, std::shared_ptr<Wire> wire, RankLayout layout, double timeout_s)
-      : device_(device), layout_(layout), control_(std::move(wire), layout), wait_(layout.world, timeout_s) {
+  NcclTransport(CudaDevice& device, std::shared_ptr<Wire> wire, RankLayout layout, const WaitRule& rule)
+      : device_(device), layout_(layout), control_(std::move(wire), layout), wait_(layout.world, rule) {
     QE_EXPECTS(layout.size(Group::kWorld) > 1, "one rank needs no NCCL");
     connect();
     for (GroupScratch& s : scratch_) s.last_use = device_.make_event();
@@ -272,8 +272,8 @@ class NcclTransport final : public Transport {
 bool nccl_was_built() noexcept { return true; }
 
 std::unique_ptr<Transport> make_nccl_transport(CudaDevice& device, std::shared_ptr<Wire> wire, RankLayout layout,
-                                               double timeout_s) {
-  return std::make_unique<NcclTransport>(device, std::move(wire), layout, timeout_s);
+                                               const WaitRule& rule) {
+  return std::make_unique<NcclTransport>(device, std::move(wire), layout, rule);
 }
 
 }  // namespace qe

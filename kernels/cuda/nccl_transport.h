@@ -8,6 +8,7 @@
 
 #include "core/transport.h"
 #include "kernels/cuda/device.h"
+#include "kernels/wire/host_wait.h"
 #include "kernels/wire/wire.h"
 
 namespace qe {
@@ -20,6 +21,6 @@ namespace qe {
 //
 // A send may wait, on its stream, for its receive: NCCL buffers what its channels hold and no more. Ranks pass messages
 // to the pipeline rank before and after them only, in a ring.
-std::unique_ptr<Transport> make_nccl_transport(CudaDevice&, std::shared_ptr<Wire>, RankLayout, double timeout_s);
+std::unique_ptr<Transport> make_nccl_transport(CudaDevice&, std::shared_ptr<Wire>, RankLayout, const WaitRule&);
 
 }  // namespace qe

@@ -46,7 +46,7 @@ struct Views {
   int self = 0;
 };
 
-Views exchange_views(int pipeline, int data, double timeout_s) {
+Views exchange_views(int pipeline, int data, const WaitRule& rule) {
   if (pipeline * data == 1) {
     expect_no_other_ranks();
     return {{visible_cards()}};
@@ -55,7 +55,7 @@ Views exchange_views(int pipeline, int data, double timeout_s) {
   ControlPlane control(std::move(world.wire), world.layout);
   Views views{{}, world.layout.world};
   for (const std::string& text :
-       control.exchange(to_text(visible_cards()), Group::kWorld, HostWait(world.layout.world, timeout_s))) {
+       control.exchange(to_text(visible_cards()), Group::kWorld, HostWait(world.layout.world, rule))) {
     views.ranks.push_back(parse_rank_view(text));
   }
   return views;
@@ -63,9 +63,9 @@ Views exchange_views(int pipeline, int data, double timeout_s) {
 
 }  // namespace
 
-std::optional<CardBinding> bind_to_card(const std::string& transport, int pipeline, int data, double timeout_s,
+std::optional<CardBinding> bind_to_card(const std::string& transport, int pipeline, int data, const WaitRule& rule,
                                         bool required) {
-  const Views views = exchange_views(pipeline, data, timeout_s);
+  const Views views = exchange_views(pipeline, data, rule);
   const auto sees_none = [](const RankView& view) { return view.cards.empty(); };
   const auto blind = std::find_if(views.ranks.begin(), views.ranks.end(), sees_none);
   if (!required && blind != views.ranks.end()) {

@@ -5,6 +5,8 @@
 #include <optional>
 #include <string>
 
+#include "kernels/wire/host_wait.h"
+
 namespace qe {
 
 struct CardBinding {
@@ -17,7 +19,7 @@ struct CardBinding {
 // Nothing when no rank sees a card and none is `required`. ConfigError when the job has another size, when some ranks
 // see cards and others do not, or when the transport cannot serve these ranks; DeviceError when a required card is
 // missing.
-std::optional<CardBinding> bind_to_card(const std::string& transport, int pipeline, int data, double timeout_s,
+std::optional<CardBinding> bind_to_card(const std::string& transport, int pipeline, int data, const WaitRule&,
                                         bool required);
 
 }  // namespace qe

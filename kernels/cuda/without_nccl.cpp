@@ -6,7 +6,7 @@ namespace qe {
 
 bool nccl_was_built() noexcept { return false; }
 
-std::unique_ptr<Transport> make_nccl_transport(CudaDevice&, std::shared_ptr<Wire>, RankLayout, double) {
+std::unique_ptr<Transport> make_nccl_transport(CudaDevice&, std::shared_ptr<Wire>, RankLayout, const WaitRule&) {
   throw ConfigError(
       "execution.transport is nccl, but this build has no NCCL; build where NCCL is installed (NCCL_ROOT)");
 }

@@ -3,7 +3,6 @@
 #include <chrono>
 #include <cstdio>
 #include <thread>
-#include <utility>
 
 #include "core/error.h"
 
@@ -14,27 +13,44 @@ namespace {
 // cost a core.
 constexpr double kSpin_s = 1;
 constexpr auto kNap = std::chrono::microseconds(200);
+constexpr double kNoticed_s = 0.05;  // shorter waits are no news for the other ranks
 
 }  // namespace
 
-HostWait::HostWait(int rank, double timeout_s, std::function<void()> expect_no_failure)
-    : rank_(rank), timeout_s_(timeout_s), expect_no_failure_(std::move(expect_no_failure)) {}
+void HostWait::look(double waited_s, const std::function<std::string()>& what,
+                    const std::function<std::string()>& detail) const {
+  JobBoard* board = rule_.board;
+  const auto wait = [&] {
+    char seconds[32];
+    std::snprintf(seconds, sizeof seconds, "%.1f", waited_s);
+    return "waits for " + what() + " since " + seconds + " s";
+  };
+  if (board != nullptr) {
+    if (board->failure()) board->expect_no_failure(wait() + ", " + to_string(board->place()));
+    if (waited_s > kNoticed_s) board->set_waiting(true);
+  }
+  if (waited_s <= rule_.timeout_s) return;
+  std::string text = "rank " + std::to_string(rank_) + " " + wait() +
+                     ", which is past the deadline; find out why the other rank is late, or raise runtime.timeout_s";
+  if (board != nullptr) text += "\n  rank " + std::to_string(rank_) + " is " + to_string(board->place());
+  if (detail) text += detail();
+  if (board != nullptr) text += "\n  " + board->slowest();
+  throw DeviceError(text);
+}
+
+void HostWait::over() const noexcept {
+  if (rule_.board != nullptr) rule_.board->set_waiting(false);
+}
 
 void HostWait::until(const std::function<bool()>& done, const std::function<std::string()>& what) const {
   if (done()) return;
   const auto since = std::chrono::steady_clock::now();
   while (!done()) {
-    if (expect_no_failure_) expect_no_failure_();
     const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count();
-    if (waited > timeout_s_) {
-      char seconds[32];
-      std::snprintf(seconds, sizeof seconds, "%.1f", waited);
-      throw DeviceError("rank " + std::to_string(rank_) + " waits for " + what() + " since " + seconds +
-                        " s, which is past the deadline; find out why the other rank is late, or raise "
-                        "runtime.timeout_s");
-    }
+    look(waited, what);
     waited < kSpin_s ? std::this_thread::yield() : std::this_thread::sleep_for(kNap);
   }
+  over();
 }
 
 }  // namespace qe

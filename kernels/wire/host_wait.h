@@ -4,20 +4,34 @@
 #include <functional>
 #include <string>
 
+#include "kernels/wire/job_board.h"
+
 namespace qe {
+
+// When a wait ends without what it waits for.
+struct WaitRule {
+  WaitRule(double deadline_s, JobBoard* ranks = nullptr) : timeout_s(deadline_s), board(ranks) {}
+  double timeout_s;
+  JobBoard* board;  // may be null: then a failure elsewhere shows as a deadline
+};
 
 class HostWait {
  public:
-  // `expect_no_failure` throws DeviceError when another rank has failed; may be empty.
-  HostWait(int rank, double timeout_s, std::function<void()> expect_no_failure = {});
+  HostWait(int rank, const WaitRule& rule) : rank_(rank), rule_(rule) {}
 
-  // Polls. DeviceError on expiry: this rank, what() it waits for, since when.
+  // Polls. Throws as look() does.
   void until(const std::function<bool()>& done, const std::function<std::string()>& what) const;
+
+  // One look by who polls himself, at a wait that has lasted `waited_s`. Throws Error with the job's exit code when
+  // another rank has failed, DeviceError past the deadline: this rank and where it is, what() it waits for, since when,
+  // then detail(), then which rank is the slowest.
+  void look(double waited_s, const std::function<std::string()>& what,
+            const std::function<std::string()>& detail = {}) const;
+  void over() const noexcept;  // such a wait has ended, or something moved
 
  private:
   int rank_;
-  double timeout_s_;
-  std::function<void()> expect_no_failure_;
+  WaitRule rule_;
 };
 
 }  // namespace qe

@@ -118,29 +118,35 @@ void Inbox::give_back(Stream& stream, const Arrival& arrival) {
 }
 
 StagedTransport::StagedTransport(std::unique_ptr<PeerMemory> memory, std::shared_ptr<Wire> wire, RankLayout layout,
-                                 double timeout_s)
+                                 const WaitRule& rule)
     : memory_(std::move(memory)),
       wire_(std::move(wire)),
       layout_(layout),
       control_(wire_, layout),
-      wait_(layout.world, timeout_s, [this] {
-        if (abort_) abort_->expect_no_failure();
-      }) {
-  abort_.emplace(control_, layout_, wait_);
+      wait_(layout.world, rule),
+      board_(rule.board) {
+  if (board_ == nullptr) {
+    own_board_.emplace(layout.world, [this](const auto& mine) { return exchange(mine, Group::kWorld); });
+    board_ = &*own_board_;
+    wait_ = HostWait(layout.world, {rule.timeout_s, board_});
+  }
+  if (!board_->other_host().empty()) {
+    throw ConfigError("execution.transport ipc joins the ranks of one host, but " + board_->other_host() +
+                      "; start all ranks on one host, or use nccl");
+  }
   memory_->set_host_wait(wait_);
 }
 
 StagedTransport::~StagedTransport() {
   if (std::uncaught_exceptions() > exceptions_) {
-    abort_->raise();
+    board_->raise(static_cast<int>(ExitCode::kDevice));
     return;
   }
   try {
     memory_->synchronize();
     inboxes_.clear();
     // Blocks go only after every reader has closed them.
-    const HostWait last(layout_.world, kLastBarrier_s, [this] { abort_->expect_no_failure(); });
-    control_.barrier(Group::kWorld, last);
+    control_.barrier(Group::kWorld, HostWait(layout_.world, {kLastBarrier_s, board_}));
   } catch (const std::exception&) {  // a rank that failed has told why; this one has nothing left to lose
   }
 }
@@ -155,7 +161,7 @@ Inbox& StagedTransport::inbox(int world_rank) {
 
 void StagedTransport::send(Stream& s, const void* data, std::size_t bytes, int peer, const Action&) {
   QE_EXPECTS(peer >= 0 && peer < layout_.pipeline && peer != rank(Group::kPipeline), "a message needs another rank");
-  abort_->expect_no_failure();
+  board_->expect_no_failure();
   outbox(layout_.world_rank_of(peer, Group::kPipeline)).put(s, Channel::kPoint, data, bytes);
 }
 

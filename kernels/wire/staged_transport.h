@@ -17,9 +17,9 @@
 #include <vector>
 
 #include "core/transport.h"
-#include "kernels/wire/abort_page.h"
 #include "kernels/wire/control_plane.h"
 #include "kernels/wire/host_wait.h"
+#include "kernels/wire/job_board.h"
 #include "kernels/wire/peer_memory.h"
 #include "kernels/wire/wire.h"
 
@@ -88,8 +88,8 @@ class Inbox {
 
 class StagedTransport final : public Transport {
  public:
-  // Collective. ConfigError when ranks are on several hosts.
-  StagedTransport(std::unique_ptr<PeerMemory>, std::shared_ptr<Wire>, RankLayout, double timeout_s);
+  // Collective. ConfigError when ranks are on several hosts. A rule without a board brings a board of its own.
+  StagedTransport(std::unique_ptr<PeerMemory>, std::shared_ptr<Wire>, RankLayout, const WaitRule&);
   // Collective unless an exception destroys it; then the other ranks stop waiting.
   ~StagedTransport() override;
 
@@ -116,7 +116,8 @@ class StagedTransport final : public Transport {
   RankLayout layout_;
   ControlPlane control_;
   HostWait wait_;
-  std::optional<AbortPage> abort_;
+  std::optional<JobBoard> own_board_;
+  JobBoard* board_;
   std::map<int, Outbox> outboxes_;  // by world rank
   std::map<int, Inbox> inboxes_;
   std::array<std::uint64_t, 3> reductions_{};  // so far, per group

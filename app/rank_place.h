@@ -1,0 +1,30 @@
+// Keeps the board of the job's ranks told of where this one is.
+#pragma once
+
+#include <cstdint>
+
+#include "core/runtime/step_hooks.h"
+#include "kernels/wire/job_board.h"
+
+namespace qe {
+
+class RankPlace final : public StepHooks {
+ public:
+  explicit RankPlace(JobBoard* board) : board_(board) {}  // null: nobody is told
+
+  void set(Phase phase, std::uint32_t step) {
+    step_ = step;
+    tell({phase, step, {}});
+  }
+  void before(const Action& action) override { tell({Phase::kAction, step_, action}); }
+  void before_optimizer() override { tell({Phase::kOptimizer, step_, {}}); }
+
+ private:
+  void tell(const Place& place) {
+    if (board_ != nullptr) board_->set_place(place);
+  }
+  JobBoard* board_;
+  std::uint32_t step_ = 0;
+};
+
+}  // namespace qe
