@@ -5,7 +5,7 @@
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cpu/mpi_transport.h"
 #include "tests/catch.h"
-#include "tests/runtime/training_run.h"
+#include "tests/runtime/matrix.h"
 
 namespace qe::testing {
 namespace {
@@ -63,24 +63,14 @@ TEST_CASE("two pipelines of two ranks give under mpirun what they give as thread
   require_part_of(reference.replicas.at(static_cast<std::size_t>(rank / 2)), trace_under_mpi(config));
 }
 
-TEST_CASE("each cell of the fast matrix gives under mpirun what one rank gives alone") {
-  if (world_size() != 2) return;
-  const std::vector<std::string> mappings[] = {
-      {"pipeline.schedule=interleaved_1f1b", "pipeline.pipeline_model_parallel_size=2",
-       "pipeline.virtual_pipeline_model_parallel_size=2"},
-      {"pipeline.schedule=zbv", "pipeline.pipeline_model_parallel_size=2"}};
-  const TraceRecords reference =
-      run_training(test_config({"pipeline.backward=full", "gradients.placement=copied"}), {.steps = kSteps}).trace;
-  for (const auto& mapping : mappings) {
-    for (const char* mode : {"execution.mode=eager", "execution.mode=graph"}) {
-      for (const char* backward : {"pipeline.backward=split", "pipeline.backward=full"}) {
-        for (const char* placement : {"gradients.placement=copied", "gradients.placement=arena"}) {
-          std::vector<std::string> cell = mapping;
-          cell.insert(cell.end(), {mode, backward, placement});
-          INFO(mapping.front() << " " << mode << " " << backward << " " << placement);
-          require_part_of(reference, trace_under_mpi(test_config(cell)));
-        }
-      }
+TEST_CASE("under every schedule, mode, backward and placement two and four processes give what one rank gives alone") {
+  if (world_size() == 1) return;
+  const Overrides plain = kMatrixModel + Overrides{"pipeline.backward=full"};
+  for (const Overrides& placement : {kViews[1], kSlots[0]}) {
+    const TraceRecords reference = run_training(test_config(plain + placement), {.steps = kSteps}).trace;
+    for (const Overrides& cell : cells({mappings(world_size()), kModes, kBackwards})) {
+      INFO(name_of(cell + placement));
+      require_part_of(reference, trace_under_mpi(test_config(kMatrixModel + cell + placement)));
     }
   }
 }
