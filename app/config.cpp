@@ -195,10 +195,11 @@ class Reader {
 
 }  // namespace
 
-StageConfig Config::stage_config() const noexcept {
+StageConfig Config::stage_config() const {
   StageConfig s;
   s.model = model;
   s.compute = precision.compute;
+  s.bf16_layers = precision.bf16_layers;
   s.head = head.precision;
   s.fp8 = fp8;
   s.gradients = gradients;

@@ -20,6 +20,7 @@ enum class ExecutionMode : std::uint8_t { kEager, kGraph };
 
 struct PrecisionSection {
   Compute compute = Compute::kFp8;
+  std::vector<int> bf16_layers;  // ascending; under fp8 the matrices of these layers stay in BF16
 };
 
 struct HeadSection {
@@ -124,15 +125,10 @@ struct Config {
   [[nodiscard]] std::int64_t tokens_per_step() const noexcept {
     return std::int64_t{training.global_batch_size} * training.seq_length;
   }
-  // Scales move in units of their own: two graphs a stage.
-  [[nodiscard]] bool scales_apart() const noexcept {
-    return precision.compute == Compute::kFp8 &&
-           (fp8.scale_update == ScaleUpdate::kStep || fp8.reduce_amax == ReduceAmax::kData);
-  }
   [[nodiscard]] PipelineShape shape() const noexcept {
     return {pipeline.pipeline_model_parallel_size, pipeline.virtual_pipeline_model_parallel_size, microbatches()};
   }
-  [[nodiscard]] StageConfig stage_config() const noexcept;
+  [[nodiscard]] StageConfig stage_config() const;
 };
 
 // Reads JSON with // comments, and the schedule's file if it names one; applies the overrides ("a.b=value", value as

@@ -75,6 +75,26 @@ void check_precision(const Config& c, Faults& faults) {
   }
 }
 
+void check_bf16_layers(const Config& c, Faults& faults) {
+  const std::vector<int>& list = c.precision.bf16_layers;
+  const std::string path = "precision.bf16_layers";
+  if (!faults.none_at({path, "precision.compute", "model.num_layers"}) || list.empty()) return;
+  if (c.precision.compute != Compute::kFp8) {
+    faults.add(path, "has no effect without precision.compute fp8; remove it, or choose fp8.");
+    return;
+  }
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    if (list[i] >= c.model.num_layers) {
+      faults.add(path, "found layer " + str(list[i]) + ", wanted layers from 0 to " + str(c.model.num_layers - 1) +
+                           " of model.num_layers " + str(c.model.num_layers) + ".");
+    } else if (i > 0 && list[i] == list[i - 1]) {
+      faults.add(path, "found layer " + str(list[i]) + " twice; wanted each layer once.");
+    } else if (i > 0 && list[i] < list[i - 1]) {
+      faults.add(path, "found layer " + str(list[i]) + " after " + str(list[i - 1]) + "; wanted ascending layers.");
+    }
+  }
+}
+
 // What the CUDA kernels can do, where the config asks for them by name; with "auto" the device says it at capture.
 void check_cuda(const Config& c, Faults& faults) {
   if (!faults.none_at({"execution.backend"}) || c.execution.backend != "cuda") return;
@@ -389,6 +409,7 @@ void check_config(const Config& c, const Given& given, Faults& faults) {
   check_fp8_widths(c, faults);
   check_heads(c, faults);
   check_precision(c, faults);
+  check_bf16_layers(c, faults);
   check_cuda(c, faults);
   check_transport(c, faults);
   check_checkpoint(c, faults);

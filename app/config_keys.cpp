@@ -133,6 +133,8 @@ void add_numerics(std::vector<KeySpec>& table) {
   precision.choice<Compute>("compute", {{"fp8", Compute::kFp8}, {"bf16", Compute::kBf16}, {"fp32", Compute::kFp32}},
                             QE_FIELD(precision.compute),
                             "type of the layers' matrix products; fp32 is the oracle of the cpu backend");
+  precision.integers("bf16_layers", 0, 4095, QE_FIELD(precision.bf16_layers),
+                     "layers, counted from 0, whose matrix products stay in BF16 under fp8; ascending");
 
   Section fp8(table, "fp8");
   fp8.only("recipe", "delayed", "how scales are chosen");
@@ -324,7 +326,6 @@ const std::vector<RefusedKey>& refused_keys() {
       {"tie_embeddings", "the output projection is a matrix of its own; tied embeddings are not available"},
       {"mask_targets", "every target counts in the loss; masked targets are not available"},
       {"loss_mask", "every target counts in the loss; masked targets are not available"},
-      {"precision.bf16_layers", "all layers share precision.compute; a list of BF16 layers is not available yet"},
       {"report.timeline", "a timeline of the run is not available yet"},
       {"checkpoint.async", "a step waits for its checkpoint; writing in the background is not available yet"},
       {"attention", "attention has one implementation; there is nothing to choose yet"},

@@ -51,4 +51,13 @@ RankConfig make_rank_config(const Config& config) {
   return rank;
 }
 
+int update_graphs(const Config& config, const Schedule& schedule, int pipeline_rank) {
+  const RankConfig rank = make_rank_config(config);
+  int graphs = 0;
+  for (std::size_t s = 0; s < schedule.rank_of_stage.size(); ++s) {
+    if (schedule.rank_of_stage[s] == pipeline_rank && scales_apart(rank.stage, rank.ranges[s])) graphs += 2;
+  }
+  return graphs;
+}
+
 }  // namespace qe

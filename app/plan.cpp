@@ -14,22 +14,23 @@ std::int64_t parameter_count(const Config& config, const StageRange& range) {
 }
 
 // Around every compute action and refresh, and around scale updates where they are units of their own.
-std::int64_t handoffs(const Config& config, const std::vector<Action>& list, std::size_t stages) {
-  std::int64_t calls = static_cast<std::int64_t>(stages), transitions = 0;
+std::int64_t handoffs(const RankConfig& config, const std::vector<Action>& list, const std::vector<int>& stages) {
+  const auto apart = [&](int stage) {
+    return scales_apart(config.stage, config.ranges[static_cast<std::size_t>(stage)]);
+  };
+  const bool once = config.stage.fp8.scale_update == ScaleUpdate::kStep;
+  std::int64_t calls = 0;
+  for (const int stage : stages) calls += once && apart(stage) ? 3 : 1;
   for (const Action& action : list) {
     if (!is_compute(action.kind)) continue;
-    ++calls;
-    transitions += action.kind != ActionKind::kWeightGrad;
-  }
-  if (config.scales_apart()) {
-    const bool once = config.fp8.scale_update == ScaleUpdate::kStep;
-    calls += once ? 2 * static_cast<std::int64_t>(stages) : transitions;
+    const bool updates = !once && action.kind != ActionKind::kWeightGrad && apart(to_int(action.stage));
+    calls += updates ? 2 : 1;
   }
   return 2 * calls;
 }
 
-Prediction predict(const Plan& plan, const PlanCosts& costs, const std::vector<StageRange>& ranges) {
-  const Timeline line = simulate(plan.lowered, cost_by_stage(stage_costs(costs, ranges)));
+Prediction predict(const Plan& plan, const PlanCosts& costs, const RankConfig& config) {
+  const Timeline line = simulate(plan.lowered, cost_by_stage(stage_costs(costs, config.stage, config.ranges)));
   Prediction p;
   p.lists = line.makespan;
   p.bubble = line.bubble();
@@ -74,9 +75,9 @@ Plan make_plan(const Config& config, const PlanCosts& costs) {
     rank.need = need.ranks[r];
     rank.delayed_w = delayed[r];
     rank.footprint = lay_out(rank_config, rank_plan, static_cast<int>(r), config.parallel.data);
-    rank.handoffs = handoffs(config, plan.lowered.actions[r], rank.stages.size());
+    rank.handoffs = handoffs(rank_config, plan.lowered.actions[r], rank.stages);
   }
-  plan.prediction = predict(plan, costs, rank_config.ranges);
+  plan.prediction = predict(plan, costs, rank_config);
   return plan;
 }
 

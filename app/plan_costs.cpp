@@ -1,5 +1,6 @@
 #include "app/plan_costs.h"
 
+#include <algorithm>
 #include <optional>
 
 #include "app/config_faults.h"
@@ -56,6 +57,7 @@ class Section {
     json_.erase(name);
     return value;
   }
+  [[nodiscard]] bool has(const std::string& name) const { return json_.contains(name); }
   Json section(const std::string& name) { return take(name).value_or(Json::object()); }
   double milliseconds(const std::string& name, bool positive = false) {
     const std::optional<Json> value = take(name);
@@ -130,6 +132,13 @@ PlanCosts read_costs(const std::string& path, const Config& config) {
     check_conditions(root, config, faults);
     Section ms(root.section("ms"), "ms", faults);
     costs.layer = read_part(ms, "layer", true, faults);
+    if (ms.has("bf16_layer")) {
+      costs.bf16_layer = read_part(ms, "bf16_layer", true, faults);
+    } else if (!config.precision.bf16_layers.empty()) {
+      faults.add("ms.bf16_layer",
+                 "found none, and precision.bf16_layers names layers; measure again by qeffect plan "
+                 "--measure-costs.");
+    }
     costs.embedding = read_part(ms, "embedding", false, faults);
     costs.head = read_part(ms, "head", false, faults);
     costs.message = ms.milliseconds("message");
@@ -143,26 +152,32 @@ PlanCosts read_costs(const std::string& path, const Config& config) {
 }
 
 std::string costs_json(const PlanCosts& costs, const Config& config) {
-  const Json root{{"schema_version", kSchemaVersion},
-                  {"device", costs.device},
-                  {"qeffect", version_text()},
-                  {"config", conditions_of(config)},
-                  {"ms",
-                   {{"layer", json_of(costs.layer)},
-                    {"embedding", json_of(costs.embedding)},
-                    {"head", json_of(costs.head)},
-                    {"message", costs.message},
-                    {"action", costs.action},
-                    {"optimizer_per_million_parameters", costs.optimizer}}}};
+  Json root{{"schema_version", kSchemaVersion},
+            {"device", costs.device},
+            {"qeffect", version_text()},
+            {"config", conditions_of(config)},
+            {"ms",
+             {{"layer", json_of(costs.layer)},
+              {"embedding", json_of(costs.embedding)},
+              {"head", json_of(costs.head)},
+              {"message", costs.message},
+              {"action", costs.action},
+              {"optimizer_per_million_parameters", costs.optimizer}}}};
+  if (costs.bf16_layer) root["ms"]["bf16_layer"] = json_of(*costs.bf16_layer);
   return root.dump(2) + "\n";
 }
 
-ScheduleCosts stage_costs(const PlanCosts& costs, const std::vector<StageRange>& ranges) {
+ScheduleCosts stage_costs(const PlanCosts& costs, const StageConfig& config, const std::vector<StageRange>& ranges) {
   ScheduleCosts out;
   out.message = costs.message;
+  const PartCosts bf16_layer = costs.bf16_layer.value_or(costs.layer);
   for (const StageRange& range : ranges) {
+    const auto bf16 = std::count_if(config.bf16_layers.begin(), config.bf16_layers.end(), [&](int layer) {
+      return layer >= range.first_layer && layer < range.first_layer + range.num_layers;
+    });
     const auto sum = [&](double PartCosts::*part) {
-      return range.num_layers * (costs.layer.*part) + (range.embedding ? costs.embedding.*part : 0) +
+      return static_cast<double>(range.num_layers - bf16) * (costs.layer.*part) +
+             static_cast<double>(bf16) * (bf16_layer.*part) + (range.embedding ? costs.embedding.*part : 0) +
              (range.head ? costs.head.*part : 0);
     };
     out.stages.push_back({sum(&PartCosts::forward) + costs.action, sum(&PartCosts::input_grad) + costs.action,

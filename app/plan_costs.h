@@ -2,6 +2,7 @@
 // Owns the file's form and what it may be applied to; the time line is schedules/simulate's.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,10 +21,11 @@ struct PlanCosts {
   std::string source;     // for people: where the numbers are from
   bool measured = false;  // else the unit is a layer's F, I or W, and only ratios mean anything
   PartCosts layer, embedding, head;
-  double message = 0;    // one boundary tensor, on its edge
-  double action = 0;     // around every compute action: hand-off, checks, boundary copies
-  double optimizer = 0;  // a million parameters of a rank
-  std::string device;    // that was measured
+  std::optional<PartCosts> bf16_layer;  // one of precision.bf16_layers; none: as `layer`
+  double message = 0;                   // one boundary tensor, on its edge
+  double action = 0;                    // around every compute action: hand-off, checks, boundary copies
+  double optimizer = 0;                 // a million parameters of a rank
+  std::string device;                   // that was measured
 };
 
 PlanCosts unit_costs();
@@ -35,6 +37,6 @@ PlanCosts read_costs(const std::string& path, const Config&);
 std::string costs_json(const PlanCosts&, const Config&);
 
 // By stage.
-ScheduleCosts stage_costs(const PlanCosts&, const std::vector<StageRange>&);
+ScheduleCosts stage_costs(const PlanCosts&, const StageConfig&, const std::vector<StageRange>&);
 
 }  // namespace qe

@@ -32,9 +32,10 @@ double milliseconds(const std::function<void()>& work) {
 }
 
 // The config on one rank with one layer a stage, and a few microbatches.
-Config three_stages(const Config& config) {
+Config three_stages(const Config& config, const std::vector<int>& bf16_layers) {
   Config c = config;
   c.model.num_layers = kStages;
+  c.precision.bf16_layers = bf16_layers;
   c.parallel.data = 1;
   c.fp8.reduce_amax = ReduceAmax::kOff;
   c.pipeline = {};
@@ -49,8 +50,8 @@ Config three_stages(const Config& config) {
 
 class Laboratory {
  public:
-  explicit Laboratory(const Config& config)
-      : config_(three_stages(config)),
+  Laboratory(const Config& config, const std::vector<int>& bf16_layers)
+      : config_(three_stages(config, bf16_layers)),
         backend_(make_backend(config_.execution.backend)),
         plan_(make_rank_plan(config_)),
         rank_(*backend_.device, *backend_.ops, alone_, make_rank_config(config_), plan_, nullptr),
@@ -66,7 +67,7 @@ class Laboratory {
   }
 
   PlanCosts run() {
-    for (int i = 0; i < 2; ++i) train_step();  // every slot and scale holds what a run's would
+    warm_up();
     const std::vector<PartCosts> stages = measure_stages();
     PlanCosts costs;
     costs.device = backend_.device->description();
@@ -79,8 +80,18 @@ class Laboratory {
     return costs;
   }
 
+  // A stage of one layer alone.
+  PartCosts run_plain_layer() {
+    warm_up();
+    return measure_stages()[1];
+  }
+
  private:
   using Unit = std::function<void()>;
+
+  void warm_up() {
+    for (int i = 0; i < 2; ++i) train_step();  // every slot and scale holds what a run's would
+  }
 
   void train_step() {
     ++step_;
@@ -220,6 +231,10 @@ class Laboratory {
 
 }  // namespace
 
-PlanCosts measure_costs(const Config& config) { return Laboratory(config).run(); }
+PlanCosts measure_costs(const Config& config) {
+  PlanCosts costs = Laboratory(config, {}).run();
+  if (!config.precision.bf16_layers.empty()) costs.bf16_layer = Laboratory(config, {0, 1, 2}).run_plain_layer();
+  return costs;
+}
 
 }  // namespace qe

@@ -34,6 +34,7 @@ std::string heading(const Config& c, const Plan& plan) {
                      ", ffn " + value("model.ffn_hidden_size") + ", vocabulary " + value("model.vocab_size") + ", " +
                      grouped(plan.parameters) + " parameters, " + value("precision.compute") + " with a head in " +
                      value("head.precision") + "\n";
+  if (!c.precision.bf16_layers.empty()) text += "Layers " + value("precision.bf16_layers") + " in bf16\n";
   const PipelineShape& shape = plan.lowered.shape;
   text += "Schedule " + value("pipeline.schedule");
   if (!c.pipeline.schedule_csv.empty()) text += " " + c.pipeline.schedule_csv;

@@ -344,7 +344,7 @@ void Trainer::fill_report() {
     report_.rank_step_ms.push_back(j.at("step_ms").get<std::vector<double>>());
     const int pipeline_rank = static_cast<int>(r) % config_.pipeline.pipeline_model_parallel_size;
     const bool peak = config_.pipeline.tape_slots == TapeSlots::kPeak;
-    const int updates = config_.scales_apart() ? 2 * config_.shape().chunks_per_rank : 0;
+    const int updates = update_graphs(config_, plan_.schedule, pipeline_rank);
     const int planned = config_.execution.mode == ExecutionMode::kGraph
                             ? graph_count(plan_.schedule, pipeline_rank, peak).total() + updates
                             : 0;

@@ -26,10 +26,8 @@ class OpBench {
   std::vector<OpTime> run() {
     time_block_ops();
     time_attention();
-    time_linear("qkv", 3 * hidden(), hidden(), fp8());
-    time_linear("proj", hidden(), hidden(), fp8());
-    time_linear("fc1", ffn(), hidden(), fp8());
-    time_linear("fc2", hidden(), ffn(), fp8());
+    time_layer("", fp8());
+    if (!config_.bf16_layers.empty()) time_layer(" bf16", false);
     time_linear("head", config_.model.padded_vocab(), hidden(), fp8() && config_.head != HeadPrecision::kBf16);
     time_embedding();
     time_cross_entropy();
@@ -188,6 +186,13 @@ class OpBench {
             (g.accumulate ? " accumulate" : ""),
         bytes(g.a) + bytes(g.b) + passes * bytes(g.d), 2 * g.d.shape.elements() * depth,
         [&] { ops_.gemm(*stream_, g); });
+  }
+
+  void time_layer(const std::string& suffix, bool quantized) {
+    time_linear("qkv" + suffix, 3 * hidden(), hidden(), quantized);
+    time_linear("proj" + suffix, hidden(), hidden(), quantized);
+    time_linear("fc1" + suffix, ffn(), hidden(), quantized);
+    time_linear("fc2" + suffix, hidden(), ffn(), quantized);
   }
 
   // Y = X·Wᵀ + bias, dX = dY·W, dW = dYᵀ·X in the forms that a placement uses.

@@ -23,7 +23,8 @@ enum class Rule : std::uint8_t {
 Rule rule_of(const KeySpec& key, const Config& config) {
   const std::string path = key.path();
   const bool fp8 = config.precision.compute == Compute::kFp8;
-  static const std::set<std::string_view> fixed{"precision.compute", "head.precision", "optimizer.moments_dtype"};
+  static const std::set<std::string_view> fixed{"precision.compute", "precision.bf16_layers", "head.precision",
+                                                "optimizer.moments_dtype"};
   static const std::set<std::string_view> same{"training.seed",
                                                "training.seq_length",
                                                "training.micro_batch_size",

@@ -43,9 +43,9 @@ AttentionBlock::AttentionBlock(StageParts& parts, int layer)
       sequence_length_(parts.config.seq_length),
       norm_(parts, layer_name(layer) + ".attention_norm"),
       qkv_(parts, {layer_name(layer) + ".qkv", layer_name(layer) + ".attention.query.weight", 3,
-                   layer_name(layer) + ".attention.query.bias", layer_precision(parts.config)}),
+                   layer_name(layer) + ".attention.query.bias", layer_precision(parts.config, layer)}),
       proj_(parts, {layer_name(layer) + ".proj", layer_name(layer) + ".attention.proj.weight", 1,
-                    layer_name(layer) + ".attention.proj.bias", layer_precision(parts.config)}) {
+                    layer_name(layer) + ".attention.proj.bias", layer_precision(parts.config, layer)}) {
   const std::int64_t tokens = parts.config.tokens();
   const std::int64_t h = model_.hidden_size;
   const DType activation = parts.config.activation_type();

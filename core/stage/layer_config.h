@@ -1,7 +1,9 @@
 // What a model and its numerics are, as every room below app/ sees them. Filled by app/config, already validated.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "core/dtype.h"
 #include "core/ops_args.h"
@@ -55,6 +57,7 @@ struct GradientConfig {
 struct StageConfig {
   ModelConfig model;
   Compute compute = Compute::kFp8;
+  std::vector<int> bf16_layers;  // global indices, ascending: under fp8 their matrices stay in BF16
   HeadPrecision head = HeadPrecision::kFp8Delayed;
   Fp8Recipe fp8;
   GradientConfig gradients;
@@ -66,6 +69,9 @@ struct StageConfig {
   [[nodiscard]] int tokens() const noexcept { return micro_batch_size * seq_length; }  // T
   [[nodiscard]] DType activation_type() const noexcept {
     return compute == Compute::kFp32 ? DType::kF32 : DType::kBF16;
+  }
+  [[nodiscard]] bool fp8_layer(int layer) const noexcept {
+    return compute == Compute::kFp8 && !std::binary_search(bf16_layers.begin(), bf16_layers.end(), layer);
   }
 };
 

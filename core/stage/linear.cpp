@@ -14,8 +14,8 @@ int add_slot(std::vector<std::string>& slots, std::string name) {
 std::int64_t padded(std::int64_t bytes) { return (bytes + 255) / 256 * 256; }
 }  // namespace
 
-LinearPrecision layer_precision(const StageConfig& config) {
-  return config.compute == Compute::kFp8 ? LinearPrecision::kFp8Delayed : LinearPrecision::kPlain;
+LinearPrecision layer_precision(const StageConfig& config, int layer) {
+  return config.fp8_layer(layer) ? LinearPrecision::kFp8Delayed : LinearPrecision::kPlain;
 }
 
 Linear::Linear(StageParts& parts, LinearSpec spec)

@@ -11,7 +11,7 @@ namespace qe {
 enum class LinearPrecision : std::uint8_t { kFp8Delayed, kFp8Dynamic, kPlain };  // kPlain: the activation type
 
 // What the four domains of a layer compute in.
-LinearPrecision layer_precision(const StageConfig&);
+LinearPrecision layer_precision(const StageConfig&, int layer);
 
 struct LinearSpec {
   std::string name;          // "layers.3.qkv"

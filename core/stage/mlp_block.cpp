@@ -26,9 +26,9 @@ void MlpBlock::declare(ParameterList& list, const ModelConfig& model, int layer)
 MlpBlock::MlpBlock(StageParts& parts, int layer)
     : norm_(parts, layer_name(layer) + ".mlp_norm"),
       fc1_(parts, {layer_name(layer) + ".fc1", layer_name(layer) + ".mlp.fc1.weight", 1,
-                   layer_name(layer) + ".mlp.fc1.bias", layer_precision(parts.config)}),
+                   layer_name(layer) + ".mlp.fc1.bias", layer_precision(parts.config, layer)}),
       fc2_(parts, {layer_name(layer) + ".fc2", layer_name(layer) + ".mlp.fc2.weight", 1,
-                   layer_name(layer) + ".mlp.fc2.bias", layer_precision(parts.config)}) {
+                   layer_name(layer) + ".mlp.fc2.bias", layer_precision(parts.config, layer)}) {
   const std::int64_t tokens = parts.config.tokens();
   const std::int64_t h = parts.config.model.hidden_size;
   const std::int64_t f = parts.config.model.ffn_hidden_size;

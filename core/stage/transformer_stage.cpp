@@ -4,6 +4,19 @@
 
 namespace qe {
 
+bool has_scaling_state(const StageConfig& config, const StageRange& range) {
+  if (range.head && config.head == HeadPrecision::kFp8Delayed) return true;
+  for (int layer = range.first_layer; layer < range.first_layer + range.num_layers; ++layer) {
+    if (config.fp8_layer(layer)) return true;
+  }
+  return false;
+}
+
+bool scales_apart(const StageConfig& config, const StageRange& range) {
+  return has_scaling_state(config, range) &&
+         (config.fp8.scale_update == ScaleUpdate::kStep || config.fp8.reduce_amax == ReduceAmax::kData);
+}
+
 TransformerStage::TransformerStage(Device& device, Ops& ops, Stream& setup, const StageConfig& config, StageIndex index,
                                    const StageRange& range, int slots, const StageBuffers& buffers, Probe* probe)
     : device_(device),
@@ -12,7 +25,8 @@ TransformerStage::TransformerStage(Device& device, Ops& ops, Stream& setup, cons
       range_(range),
       microbatches_(config.microbatches),
       update_per_microbatch_(config.fp8.scale_update == ScaleUpdate::kMicrobatch),
-      reduces_amaxes_(config.compute == Compute::kFp8 && config.fp8.reduce_amax == ReduceAmax::kData),
+      scales_apart_(qe::scales_apart(config, range)),
+      reduces_amaxes_(has_scaling_state(config, range) && config.fp8.reduce_amax == ReduceAmax::kData),
       buffers_(buffers),
       probe_(probe),
       weights_(device, stage_parameters(config, range)),

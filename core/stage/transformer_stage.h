@@ -26,6 +26,11 @@ struct StageBuffers {
 
 enum class Chain : std::uint8_t { kForward, kBackward };
 
+// Whether anything of the stage quantizes under delayed scaling: some layer, or the head.
+bool has_scaling_state(const StageConfig&, const StageRange&);
+// Whether its scales move in units of their own, two a stage, and not inside F and I.
+bool scales_apart(const StageConfig&, const StageRange&);
+
 class TransformerStage {
  public:
   TransformerStage(Device&, Ops&, Stream& setup, const StageConfig&, StageIndex, const StageRange&, int slots,
@@ -66,10 +71,7 @@ class TransformerStage {
   // Parameter indices of the matrices: the ledger's order.
   [[nodiscard]] std::vector<int> matrices() const;
   [[nodiscard]] bool reduces_amaxes() const noexcept { return reduces_amaxes_; }
-  // Scales do not move inside F and I.
-  [[nodiscard]] bool scales_apart() const noexcept {
-    return forward_state_.slots() > 0 && (reduces_amaxes_ || !update_per_microbatch_);
-  }
+  [[nodiscard]] bool scales_apart() const noexcept { return scales_apart_; }
   [[nodiscard]] int weight_quantize_launches() const noexcept;  // of one refresh
 
  private:
@@ -94,6 +96,7 @@ class TransformerStage {
   StageRange range_;
   int microbatches_;
   bool update_per_microbatch_;
+  bool scales_apart_;
   bool reduces_amaxes_;
   StageBuffers buffers_;
   Probe* probe_;

@@ -130,7 +130,7 @@ TEST_CASE("on a GPU 300 captured steps are 300 eager ones, in constant memory", 
 
 TEST_CASE("the losses of a GPU follow the CPU's") {
   if (!has_cuda()) return;
-  for (const char* precision : {"precision.compute=fp8", "precision.compute=bf16"}) {
+  for (const char* precision : {"precision.compute=fp8", "precision.compute=bf16", "precision.bf16_layers=[1]"}) {
     INFO(precision);
     const RunOptions options{.steps = 3, .trace = false, .after_step = nullptr};
     const RunOutcome cpu = run_training(config_on("cpu", {precision}), options);

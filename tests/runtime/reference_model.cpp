@@ -93,7 +93,9 @@ class Step {
   }
 
   [[nodiscard]] Site site(int i, const std::string& part) const {
-    const Site::Kind kind = config_.precision.compute == Compute::kFp8 ? Site::Kind::kDelayed : Site::Kind::kPlain;
+    const auto& bf16 = config_.precision.bf16_layers;
+    const bool fp8 = config_.precision.compute == Compute::kFp8 && std::count(bf16.begin(), bf16.end(), i) == 0;
+    const Site::Kind kind = fp8 ? Site::Kind::kDelayed : Site::Kind::kPlain;
     Site s{layer(i) + "." + part, {}, {}, kind};
     std::vector<std::string> names{layer(i) + ".mlp." + part};
     if (part == "proj") names = {layer(i) + ".attention.proj"};

@@ -105,6 +105,7 @@ TEST_CASE("fp8 variants: format, margin, algorithm, history length and scale upd
   SECTION("margin") { compare_steps({"fp8.margin=2"}, kFp8); }
   SECTION("most recent amax") { compare_steps({"fp8.amax_compute_algo=most_recent"}, kFp8); }
   SECTION("a history of one") { compare_steps({"fp8.amax_history_len=1"}, kFp8); }
+  SECTION("a layer in BF16") { compare_steps({"precision.bf16_layers=[1]"}, kFp8); }
   SECTION("one update a step") { compare_steps({"fp8.scale_update=step"}, kFp8); }
 }
 

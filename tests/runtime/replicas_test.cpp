@@ -21,8 +21,8 @@ bool of_one_replica(const TraceKey& key) { return key.microbatch >= 0 || key.cat
 }  // namespace
 
 TEST_CASE("replicas that see different data hold one state at every step, under every mapping") {
-  for (const Overrides& precision :
-       {Overrides{}, Overrides{"precision.compute=bf16"}, Overrides{"fp8.scale_update=step"}}) {
+  for (const Overrides& precision : {Overrides{}, Overrides{"precision.compute=bf16"},
+                                     Overrides{"fp8.scale_update=step"}, Overrides{"precision.bf16_layers=[2,3,6]"}}) {
     TraceRecords first;
     for (const Overrides& pipeline : kPipelines) {
       const RunOutcome run = run_training(test_config(kTwoReplicas + precision + pipeline), {.steps = 3});

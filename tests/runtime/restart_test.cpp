@@ -241,12 +241,13 @@ TEST_CASE("a chain of PP 1, 2, 4 and 2 with other schedules, chunks, slots and m
   require_equal(whole, parts);
 }
 
-TEST_CASE("placements, moments in BF16 and a dynamic head survive a restart under another cut") {
+TEST_CASE("placements, moments in BF16, a dynamic head and BF16 layers survive a restart under another cut") {
   const std::pair<Overrides, Overrides> cases[] = {
       {kZbv + Overrides{"gradients.placement=copied"}, kInterleaved + Overrides{"gradients.placement=arena"}},
       {kZbv + Overrides{"optimizer.moments_dtype=bf16"}, Overrides{"optimizer.moments_dtype=bf16"}},
       {kZbv + Overrides{"head.precision=fp8_dynamic"}, Overrides{"head.precision=fp8_dynamic"}},
-      {kZbv + Overrides{"precision.compute=bf16"}, Overrides{"precision.compute=bf16"}}};
+      {kZbv + Overrides{"precision.compute=bf16"}, Overrides{"precision.compute=bf16"}},
+      {kZbv + Overrides{"precision.bf16_layers=[0,2,3]"}, kInterleaved + Overrides{"precision.bf16_layers=[0,2,3]"}}};
   for (const auto& [before, after] : cases) {
     const Scratch dir;
     const TraceRecords whole = run_training(test_config(after), {.steps = 4}).trace;

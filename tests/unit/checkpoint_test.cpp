@@ -348,8 +348,9 @@ TEST_CASE("what must match is refused as one list; cut, schedule, mode and lengt
   CHECK((named.first.overridden[0].stored == "0.0003" && named.first.overridden[0].now == "0.001"));
   CHECK_FALSE(named.first.data_restarted);
 
-  for (const char* fixed : {"model.num_layers=5", "model.hidden_size=256", "fp8.amax_history_len=4",
-                            "precision.compute=bf16", "optimizer.moments_dtype=bf16", "head.precision=bf16"}) {
+  for (const char* fixed :
+       {"model.num_layers=5", "model.hidden_size=256", "fp8.amax_history_len=4", "precision.compute=bf16",
+        "optimizer.moments_dtype=bf16", "head.precision=bf16", "precision.bf16_layers=[1]"}) {
     const std::string key = std::string(fixed).substr(0, std::string(fixed).find('='));
     CHECK_THAT(compare({fixed}, {key}).second, ContainsSubstring(key) && ContainsSubstring("no override"));
   }

@@ -74,6 +74,9 @@ TEST_CASE("a non-default config survives dump and parse") {
   CHECK(dump_config(parse_config(dump_config(c), "x.json")) == dump_config(c));
   CHECK(c.data.train == std::vector<std::string>{"a.bin", "b*.bin"});
   CHECK(c.training.lr == 0.1);
+  const Config mixed = with({"precision.bf16_layers=[0,3]", "gradients.w_group=2"});
+  CHECK(dump_config(parse_config(dump_config(mixed), "x.json")) == dump_config(mixed));
+  CHECK(mixed.stage_config().bf16_layers == std::vector<int>{0, 3});
 }
 
 TEST_CASE("every key, misspelt by a dropped letter, is refused with the right one named") {
@@ -287,6 +290,14 @@ TEST_CASE("contradictions between keys are refused at the key that should change
        "gradients.dtype: found \"bf16\", gradients.placement copied"},
       {{"precision.compute=fp32", "execution.backend=cuda"}, "precision.compute fp32 runs only on \"cpu\""},
       {{"precision.compute=bf16", "head.precision=fp8_dynamic"}, "head.precision: found an fp8 head without"},
+      {{"precision.compute=bf16", "precision.bf16_layers=[0]"},
+       "precision.bf16_layers: has no effect without precision.compute fp8"},
+      {{"precision.compute=fp32", "precision.bf16_layers=[0]"}, "without precision.compute fp8"},
+      {{"precision.bf16_layers=[1,4]"}, "precision.bf16_layers: found layer 4, wanted layers from 0 to 3"},
+      {{"precision.bf16_layers=[2,1]"}, "precision.bf16_layers: found layer 1 after 2; wanted ascending layers."},
+      {{"precision.bf16_layers=[0,2,2]"}, "precision.bf16_layers: found layer 2 twice"},
+      {{"precision.bf16_layers=[-1]"}, "precision.bf16_layers: found [-1], wanted a list of integers from 0"},
+      {{"precision.bf16_layers=3"}, "precision.bf16_layers: found 3, wanted a list of integers"},
       {{"training.lr=0.1", "training.min_lr=0.2", "training.lr_schedule=cosine"},
        "training.min_lr: found more than training.lr"},
       {{"training.min_lr=1e-5"}, "training.min_lr: has no effect under training.lr_schedule constant"},

@@ -98,6 +98,9 @@ TEST_CASE("planned bytes by kind, graphs and hand-offs are those of ranks that r
       kZbv + Overrides{"gradients.placement=copied", "pipeline.backward=full", "execution.mode=graph"},
       kZbv + Overrides{"gradients.w_group=2", "execution.mode=graph"},
       kZbv + Overrides{"pipeline.layers_per_stage=[3,1,3,1]", "fp8.scale_update=step", "execution.mode=graph"},
+      kZbv + Overrides{"precision.bf16_layers=[1,2,3]", "execution.mode=graph"},
+      kZbv + Overrides{"precision.bf16_layers=[2,3]", "fp8.scale_update=step", "execution.mode=graph"},
+      kZbv + Overrides{"precision.bf16_layers=[2,3,4,5]", "parallel.data=2", "training.global_batch_size=8"},
       kP2 + Overrides{"pipeline.schedule=interleaved_1f1b", "pipeline.virtual_pipeline_model_parallel_size=2",
                       "optimizer.moments_dtype=bf16", "gradients.dtype=bf16", "execution.mode=graph"},
       kP2 + Overrides{"pipeline.schedule=zb1p", "head.precision=fp8_dynamic", "pipeline.tape_slots=per_microbatch"},
@@ -312,6 +315,23 @@ TEST_CASE("measured costs come back from their file, and predict the sum of a si
   CHECK_THAT(plan_text(config, plan, read), ContainsSubstring(" ms"));
 }
 
+TEST_CASE("layers that stay in bf16 are predicted at their own cost, which a file for them must have") {
+  const Scratch dir;
+  const Config config = test_config({"pipeline.schedule=gpipe", "precision.bf16_layers=[1,2,7]"});
+  PlanCosts costs;
+  costs.device = "a device";
+  costs.layer = {1, 2, 3, 0.5};
+  const std::string without = write_file(dir / "costs.json", costs_json(costs, config));
+  CHECK_THROWS_WITH(read_costs(without, config), ContainsSubstring("ms.bf16_layer: found none"));
+  costs.bf16_layer = {4, 5, 6, 0.25};
+  const PlanCosts read = read_costs(write_file(dir / "costs.json", costs_json(costs, config)), config);
+  const Plan plan = make_plan(config, read);
+  CHECK(plan.prediction.lists == 4 * (5 * 6 + 3 * 15) + 5 * 0.5 + 3 * 0.25);
+  CHECK_THAT(plan_text(config, plan, read), ContainsSubstring("Layers [1,2,7] in bf16"));
+  // The same file serves the same widths without a list.
+  CHECK(make_plan(test_config({"pipeline.schedule=gpipe"}), read).prediction.lists == 4 * 8 * 6 + 8 * 0.5);
+}
+
 TEST_CASE("a cost file of another form, or measured under other widths, is refused line by line") {
   const Scratch dir;
   const Config config = test_config({});
@@ -345,8 +365,11 @@ TEST_CASE("a cost file of another form, or measured under other widths, is refus
 TEST_CASE("measuring gives every part a time and a file that the same config reads") {
   const Scratch dir;
   const Config config = test_config({"model.hidden_size=32", "model.num_attention_heads=2", "gradients.w_group=2",
-                                     "model.ffn_hidden_size=64", "execution.mode=graph"});
+                                     "model.ffn_hidden_size=64", "execution.mode=graph", "precision.bf16_layers=[4]"});
   const PlanCosts costs = measure_costs(config);
+  REQUIRE(costs.bf16_layer);
+  CHECK(costs.bf16_layer->forward > 0);
+  CHECK(costs.bf16_layer->refresh > 0);
   CHECK(costs.layer.forward > 0);
   CHECK(costs.layer.input_grad > 0);
   CHECK(costs.layer.weight_grad > 0);
