@@ -152,11 +152,13 @@ TEST_CASE("lists from a file train to the bytes of 1f1b: compute, lowered, mixed
 }
 
 TEST_CASE("shuffled lists that are accepted train to the same bytes in any order that their waits allow") {
+  // As a file of compute actions, and with the messages in it: then those are shuffled too.
   const Scratch dir;
   const TraceRecords reference = run_training(test_config({}), {.steps = 1}).trace;
-  int trained = 0;
-  for (std::uint64_t seed = 0; trained < 10; ++seed) {
+  int trained = 0, with_messages = 0;
+  for (std::uint64_t seed = 0; trained < 16 || with_messages < 8; ++seed) {
     Schedule lists = seed % 2 == 0 ? make_zbv({2, 2, 4}) : make_interleaved_1f1b({2, 2, 4});
+    if (seed % 4 > 1) lists = lower(lists);
     const Schedule original = lists;
     for (std::uint64_t draw = 0; draw < 6; ++draw) {
       const RandomWords r = philox(random_key(1, "shuffled lists"), seed, draw);
@@ -167,6 +169,7 @@ TEST_CASE("shuffled lists that are accepted train to the same bytes in any order
     const std::string file = write_file(dir / "shuffled.csv", to_csv(lists));
     if (lists == original || refusal(csv_run(file)) != "accepted") continue;
     ++trained;
+    with_messages += is_lowered(lists);
     INFO("seed " << seed << "\n" << to_csv(lists));
     const RunOptions options{.steps = 1, .policy = DrainPolicy::kAdversarial, .policy_seed = seed};
     CHECK(differences(reference, run_training(test_config(csv_run(file)), options).trace).empty());
