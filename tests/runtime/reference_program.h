@@ -2,6 +2,7 @@
 // operations were given. Computes nothing itself.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -9,43 +10,23 @@
 
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cpu/thread_transport.h"
+#include "tests/runtime/faults.h"
 #include "tests/runtime/reference_model.h"
 
 namespace qe::testing {
 
-// Passes every operation on; notes the losses that are asked for and copies the gradients that AdamW finds.
-class WatchedOps final : public Ops {
+// Notes the losses that are asked for and copies the gradients that AdamW finds.
+class WatchedOps final : public InterceptedOps {
  public:
-  WatchedOps(Ops& ops, Device& device) : ops_(ops), device_(device) {}
+  WatchedOps(Ops& ops, Device& device) : InterceptedOps(ops), device_(device) {}
 
   std::map<std::int64_t, std::vector<float>> gradients;  // of the last step, by global parameter index
   std::vector<CrossEntropyArgs> losses;                  // every call
 
-  void embedding_forward(Stream& s, const EmbeddingForwardArgs& a) override { ops_.embedding_forward(s, a); }
-  void embedding_backward(Stream& s, const EmbeddingBackwardArgs& a) override { ops_.embedding_backward(s, a); }
-  void layernorm_quantize(Stream& s, const LayerNormArgs& a) override { ops_.layernorm_quantize(s, a); }
-  void layernorm_backward_residual(Stream& s, const LayerNormBackwardArgs& a) override {
-    ops_.layernorm_backward_residual(s, a);
-  }
-  void quantize(Stream& s, const QuantizeArgs& a) override { ops_.quantize(s, a); }
-  void quantize_weight(Stream& s, const QuantizeWeightArgs& a) override { ops_.quantize_weight(s, a); }
-  void dynamic_scale(Stream& s, const DynamicScaleArgs& a) override { ops_.dynamic_scale(s, a); }
-  void cast(Stream& s, const Tensor& from, const Tensor& to) override { ops_.cast(s, from, to); }
-  void gemm(Stream& s, const GemmArgs& a) override { ops_.gemm(s, a); }
-  void gelu_quantize(Stream& s, const GeluArgs& a) override { ops_.gelu_quantize(s, a); }
-  void gelu_backward_quantize_bias(Stream& s, const GeluBackwardArgs& a) override {
-    ops_.gelu_backward_quantize_bias(s, a);
-  }
-  void attention_forward(Stream& s, const AttentionArgs& a) override { ops_.attention_forward(s, a); }
-  void attention_backward(Stream& s, const AttentionBackwardArgs& a) override { ops_.attention_backward(s, a); }
   void cross_entropy(Stream& s, const CrossEntropyArgs& a) override {
     losses.push_back(a);
     ops_.cross_entropy(s, a);
   }
-  void update_scales(Stream& s, const UpdateScalesArgs& a) override { ops_.update_scales(s, a); }
-  void advance_token(Stream& s, std::uint64_t* counter) override { ops_.advance_token(s, counter); }
-  void gradient_norm(Stream& s, const GradientNormArgs& a) override { ops_.gradient_norm(s, a); }
-  void clip_factor(Stream& s, const ClipArgs& a) override { ops_.clip_factor(s, a); }
   void adamw(Stream& s, const AdamWArgs& a) override {
     for (const AdamWItem& item : a.items) {
       std::vector<float>& copy = gradients[item.global_index];
@@ -56,24 +37,28 @@ class WatchedOps final : public Ops {
   }
 
  private:
-  Ops& ops_;
   Device& device_;
 };
 
 class Program {
  public:
+  // Stands between the program and its operations (tests/runtime/faults.h).
+  using Decorate = std::function<std::unique_ptr<Ops>(Ops&, Device&)>;
+
   // One pipeline rank, one replica, FP32 gradients.
-  explicit Program(const Config& c)
+  explicit Program(const Config& c, const Decorate& decorate = {})
       : config(c),
         world(1, 1),
         cpu_ops(device),
-        ops(cpu_ops, device),
+        decorated(decorate ? decorate(cpu_ops, device) : nullptr),
+        ops(decorated ? *decorated : cpu_ops, device),
         transport(world.connect(0, device)),
         rank(device, ops, *transport, make_rank_config(c), make_rank_plan(c), nullptr) {}
 
   StepResult step(const Batch& batch, double learning_rate, std::uint32_t number) {
     return rank.train_step(batch.tokens, batch.targets, learning_rate, number);
   }
+  StepResult step(std::uint32_t number) { return step(synthetic_batch(config, number), 1e-3, number); }
 
   // Entries of the rank's state list whose name begins so, by the rest of their name: "master.", "moment1.".
   [[nodiscard]] ReferenceParameters state(const std::string& prefix) const {
@@ -95,6 +80,12 @@ class Program {
       }
     }
     return found;
+  }
+  // Everything that outlives a step, by name.
+  [[nodiscard]] std::map<std::string, std::vector<unsigned char>> state_bytes() {
+    std::map<std::string, std::vector<unsigned char>> bytes;
+    for (const StateEntry& e : rank.state()) bytes[e.name] = rank.read(e);
+    return bytes;
   }
   // What AdamW was given in the last step.
   [[nodiscard]] ReferenceParameters gradients() const {
@@ -127,6 +118,7 @@ class Program {
   ThreadWorld world;
   CpuDevice device;
   CpuOps cpu_ops;
+  std::unique_ptr<Ops> decorated;
   WatchedOps ops;
   std::unique_ptr<Transport> transport;
   PipelineRank rank;

@@ -158,16 +158,6 @@ TEST_CASE("evaluation's losses do not depend on the order in which sends and for
   }
 }
 
-TEST_CASE("a stale transposed cache is refused before the first I that would read it") {
-  SingleRank one(test_config({}));
-  const Batch batch = synthetic_batch(one.config, 1);
-  one.rank.train_step(batch.tokens, batch.targets, 1e-3, 1);
-  const double loss = one.rank.evaluate(batch.tokens, batch.targets, 4);  // refreshes
-  CHECK(std::isfinite(loss));
-  one.rank.contract().invalidate(StageIndex{0}, CacheLayout::kColumnwise);
-  CHECK_THROWS_AS(one.rank.train_step(batch.tokens, batch.targets, 1e-3, 2), ContractViolation);
-}
-
 namespace {
 
 using StateBytes = std::map<std::string, std::vector<unsigned char>>;

@@ -35,7 +35,8 @@ Batch synthetic_batch(const Config& config, std::uint32_t step) {
 }
 
 RunOutcome run_training(const Config& config, const RunOptions& options) {
-  const RankPlan plan = make_rank_plan(config);
+  RankPlan plan = make_rank_plan(config);
+  if (options.change_plan) options.change_plan(plan);
   const RankConfig rank_config = make_rank_config(config);
   RunOutcome outcome;
   outcome.counts.resize(static_cast<std::size_t>(config.ranks()));
@@ -67,11 +68,14 @@ RunOutcome run_training(const Config& config, const RunOptions& options) {
                                                                                     trace.records().end());
   };
   if (config.execution.backend == "cpu") {
-    ThreadWorld world(config.pipeline.pipeline_model_parallel_size, config.parallel.data);
+    ThreadWorld world(config.pipeline.pipeline_model_parallel_size, config.parallel.data, options.timeout_s);
     run_ranks(world, [&](int rank) {
       CpuDevice device(options.policy, options.policy_seed + static_cast<std::uint64_t>(rank));
       CpuOps ops(device);
-      run_rank(device, ops, *world.connect(rank, device));
+      const auto transport = world.connect(rank, device);
+      const auto other_ops = options.wrap_ops ? options.wrap_ops(rank, ops, device) : nullptr;
+      const auto other_transport = options.wrap_transport ? options.wrap_transport(rank, *transport, device) : nullptr;
+      run_rank(device, other_ops ? *other_ops : ops, other_transport ? *other_transport : *transport);
     });
   } else {
     const Backend backend = make_backend(config.execution.backend);

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,12 @@ struct RunOptions {
   std::uint32_t first_step = 1;
   std::function<void(PipelineRank&, Transport&)> before_steps;
   std::function<void(PipelineRank&, Transport&, std::uint32_t step)> at_boundary;
+  // What a rank (world rank) is built on instead of its operations or its messages (tests/runtime/faults.h); null:
+  // those themselves. And the lists that it is given.
+  std::function<std::unique_ptr<Ops>(int rank, Ops&, Device&)> wrap_ops;
+  std::function<std::unique_ptr<Transport>(int rank, Transport&, Device&)> wrap_transport;
+  std::function<void(RankPlan&)> change_plan;
+  double timeout_s = 60;  // after which a rank that waits says so
 };
 
 struct RunOutcome {
