@@ -22,10 +22,10 @@ std::string line_of(const KeyChange& c) { return c.key + " " + c.stored + " -> "
 }  // namespace
 
 Checkpointer::Checkpointer(const Config& config, const StartOptions& options, Transport& transport,
-                           const TokenDataset& train)
+                           std::unique_ptr<Storage> storage, const TokenDataset& train)
     : config_(config),
       transport_(transport),
-      storage_(make_disk_storage()),
+      storage_(std::move(storage)),
       train_files_(files_of(train)),
       windows_(train.windows()) {
   const std::string& dir = config_.checkpoint.dir;

@@ -24,7 +24,7 @@ class Checkpointer {
  public:
   // Looks for what the run starts from, checks it and compares it, before anything large is allocated. Throws
   // CheckpointError on every rank alike.
-  Checkpointer(const Config&, const StartOptions&, Transport&, const TokenDataset& train);
+  Checkpointer(const Config&, const StartOptions&, Transport&, std::unique_ptr<Storage>, const TokenDataset& train);
   ~Checkpointer();
 
   // State comes from a checkpoint: initial parameters are not needed.

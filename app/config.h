@@ -92,7 +92,8 @@ struct ReportSection {
 };
 
 struct RuntimeSection {
-  double timeout_s = 300;  // deadline of every wait
+  double timeout_s = 300;           // deadline of every wait
+  std::vector<std::string> faults;  // made on purpose (app/injected_faults.h)
 };
 
 struct Config {

@@ -4,6 +4,7 @@
 #include <limits>
 #include <numeric>
 
+#include "app/injected_faults.h"
 #include "app/regular_file.h"
 #include "core/error.h"
 #include "schedules/csv.h"
@@ -420,6 +421,7 @@ void check_config(const Config& c, const Given& given, Faults& faults) {
   check_gradients(c, faults);
   check_learning_rate(c, faults);
   check_evaluation(c, faults);
+  check_injected_faults(c, faults);
 }
 
 }  // namespace qe

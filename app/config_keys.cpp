@@ -295,9 +295,11 @@ void add_machine(std::vector<KeySpec>& table) {
       .text("dir", QE_FIELD(report.dir),
             "run directory; files of an earlier run in it are replaced, a resumed run goes on in them")
       .derived_default = "runs/<config name>-<time>";
-  Section(table, "runtime")
-      .number("timeout_s", 0, 1e9, QE_FIELD(runtime.timeout_s), "deadline of every wait, in seconds")
-      .above_minimum = true;
+  Section r(table, "runtime");
+  r.number("timeout_s", 0, 1e9, QE_FIELD(runtime.timeout_s), "deadline of every wait, in seconds").above_minimum = true;
+  r.texts("faults", QE_FIELD(runtime.faults),
+          "faults that the run makes on purpose, only with train --enable-fault-injection; docs/failures.md has their "
+          "words");
 }
 
 #undef QE_FIELD

@@ -12,6 +12,7 @@
 #include "app/config.h"
 #include "app/config_faults.h"
 #include "app/environment.h"
+#include "app/injected_faults.h"
 #include "app/job.h"
 #include "core/error.h"
 #include "kernels/backend.h"
@@ -28,6 +29,7 @@ struct CommandLine {
   BenchOptions bench;
   InspectOptions inspect;
   PlanOptions plan;
+  bool fault_injection = false;
   bool help_config = false;
   bool schema_markdown = false;
   std::string text;  // as typed, for the report
@@ -57,6 +59,7 @@ int train(const CommandLine& line) {
   const auto prepare = [&] {
     const Config config = load_config(line.config_path, line.overrides);
     expect_built(config.execution.backend, config.execution.transport);
+    expect_faults_allowed(config, line.fault_injection);
     check_override_names(line.start.overrides);
     check_start(config, line.start);
     check_data(config);
@@ -72,6 +75,7 @@ int bench(const CommandLine& line) {
   const auto prepare = [&] {
     const Config config = load_config(line.config_path, line.overrides);
     expect_built(config.execution.backend, config.execution.transport);
+    expect_faults_allowed(config, false);
     const BenchOptions& o = line.bench;
     return JobStart{config, "bench\n" + text_of(config) + "--steps " + std::to_string(o.steps) + "\n--warmup " +
                                 std::to_string(o.warmup) + "\n--ops " + (o.ops ? "on" : "off")};
@@ -119,6 +123,8 @@ void declare_options(CLI::App& app, CommandLine& line) {
   train->add_option("--override", line.start.overrides,
                     "With --resume: a key that may differ from the checkpoint's; may be repeated");
   train->add_option("--init-from", line.start.init_from, "Start a new run with the weights of a checkpoint's folder");
+
+  train->add_flag("--enable-fault-injection", line.fault_injection, "Let the config break the run: runtime.faults");
 
   add_plan(app, line);
 

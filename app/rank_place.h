@@ -16,7 +16,14 @@ class RankPlace final : public StepHooks {
     step_ = step;
     tell({phase, step, {}});
   }
-  void before(const Action& action) override { tell({Phase::kAction, step_, action}); }
+  [[nodiscard]] std::uint32_t step() const noexcept { return step_; }
+
+  void binding(StageIndex, int, MicrobatchIndex, Tensor&) override {}
+  bool before(const Action& action, QEffect&) override {
+    tell({Phase::kAction, step_, action});
+    return true;
+  }
+  void after(const Action&, const TransformerStage&, Device&, Stream&) override {}
   void before_optimizer() override { tell({Phase::kOptimizer, step_, {}}); }
 
  private:

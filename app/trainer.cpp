@@ -79,7 +79,13 @@ Trainer::Trainer(const Config& config, const StartOptions& options, StopSignals*
     out_of_domain_data_.emplace(config.data.out_of_domain, config.model.vocab_size, config.training.seq_length,
                                 "data.out_of_domain");
   }
-  checkpoints_ = std::make_unique<Checkpointer>(config_, options, *transport_, train_data_);
+  std::unique_ptr<Storage> storage = make_disk_storage();
+  if (!config.runtime.faults.empty()) {
+    faults_ = std::make_shared<FaultPlan>(config, transport_->rank(Group::kWorld));
+    fault_hooks_ = make_fault_hooks(place_, faults_);
+    storage = make_faulty_storage(std::move(storage), place_, faults_);
+  }
+  checkpoints_ = std::make_unique<Checkpointer>(config_, options, *transport_, std::move(storage), train_data_);
   report_.init_from = options.init_from;
   start();
   const auto cells = static_cast<std::size_t>(config.tokens_per_step() / config.parallel.data);
@@ -96,7 +102,7 @@ Trainer::~Trainer() = default;
 void Trainer::start() {
   RankConfig rank_config = make_rank_config(config_);
   rank_config.initialize = !checkpoints_->has_start();
-  rank_config.hooks = &place_;
+  rank_config.hooks = fault_hooks_ ? fault_hooks_.get() : &place_;
   rank_ = std::make_unique<PipelineRank>(*backend_.device, *backend_.ops, *transport_, rank_config, plan_, nullptr);
   position_ = checkpoints_->load(*rank_);
   begun_step_ = position_.step;

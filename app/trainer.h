@@ -11,6 +11,7 @@
 #include "app/config.h"
 #include "app/data/batch_sampler.h"
 #include "app/data/token_dataset.h"
+#include "app/injected_faults.h"
 #include "app/progress.h"
 #include "app/rank_place.h"
 #include "app/report.h"
@@ -47,14 +48,16 @@ class Trainer {
   void log_evaluation(std::int64_t step);
   void note_failure(const std::string& message, ExitCode);
   void fail_alone(const std::string& message, ExitCode);  // the other ranks are told, and wait no longer
-  void fill_report();                  // collective
-  void write_report_alone() noexcept;  // of what rank 0 knows, when the others may be gone
+  void fill_report();                                     // collective
+  void write_report_alone() noexcept;                     // of what rank 0 knows, when the others may be gone
   [[nodiscard]] RankUsage usage() const;
   [[nodiscard]] bool leads() const { return transport_->rank(Group::kWorld) == 0; }
 
   Config config_;
   JobBoard* board_;
   RankPlace place_;
+  std::shared_ptr<FaultPlan> faults_;  // null: none are asked for, and nothing of them runs
+  std::unique_ptr<StepHooks> fault_hooks_;
   RankPlan plan_;
   RankBinding binding_;
   Backend backend_;

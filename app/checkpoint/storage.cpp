@@ -18,8 +18,7 @@ namespace {
 namespace fs = std::filesystem;
 
 [[noreturn]] void fail(const std::string& doing, const std::string& path, const std::string& reason) {
-  throw CheckpointError("Cannot " + doing + " " + path + " (" + reason +
-                        "); check free space and permissions of that folder.");
+  throw storage_failure(doing, path, reason);
 }
 [[noreturn]] void fail(const std::string& doing, const std::string& path) { fail(doing, path, std::strerror(errno)); }
 
@@ -91,6 +90,11 @@ void Storage::write_file(const std::string& path, const std::string& text) {
   const std::unique_ptr<OutputFile> file = create(path);
   file->write({reinterpret_cast<const unsigned char*>(text.data()), text.size()});
   file->finish();
+}
+
+CheckpointError storage_failure(const std::string& doing, const std::string& path, const std::string& reason) {
+  return CheckpointError("Cannot " + doing + " " + path + " (" + reason +
+                         "); check free space and permissions of that folder.");
 }
 
 std::unique_ptr<Storage> make_disk_storage() { return std::make_unique<DiskStorage>(); }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "app/regular_file.h"
+#include "core/error.h"
 
 namespace qe {
 
@@ -36,6 +37,8 @@ class Storage {
 };
 
 std::unique_ptr<Storage> make_disk_storage();
+// "Cannot <doing> <path> (<reason>)", and what to do.
+CheckpointError storage_failure(const std::string& doing, const std::string& path, const std::string& reason);
 
 // A file to read from at any place. Throws CheckpointError.
 class InputFile {

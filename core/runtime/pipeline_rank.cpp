@@ -36,8 +36,7 @@ PipelineRank::PipelineRank(Device& device, Ops& ops, Transport& transport, const
   const auto rank = static_cast<std::size_t>(transport.rank(Group::kPipeline));
   runner_ = std::make_unique<StepRunner>(device, transport, *contract_, *executor_, *boundary_, stage_list_,
                                          plan.schedule.actions.at(rank), *caller_, *graph_,
-                                         counters_.as<std::uint64_t>(), config.stage.fp8.scale_update,
-                                         config.hooks);
+                                         counters_.as<std::uint64_t>(), config.stage.fp8.scale_update, config.hooks);
   optimizer_->prepare(*caller_);
   device.synchronize();
   const auto start = std::chrono::steady_clock::now();
@@ -93,9 +92,9 @@ void PipelineRank::make_contract() {
     const std::vector<int> matrices = s->matrices();
     for (int i = 0; i < static_cast<int>(matrices.size()); ++i) {
       for (int m = 0; m < contract.microbatches; ++m) {
-        contract_->bind_destination(s->index(), i, MicrobatchIndex{m},
-                                    s->gradients().bound(matrices[static_cast<std::size_t>(i)], MicrobatchIndex{m}),
-                                    kThisDevice);
+        Tensor bound = s->gradients().bound(matrices[static_cast<std::size_t>(i)], MicrobatchIndex{m});
+        if (config_.hooks != nullptr) config_.hooks->binding(s->index(), i, MicrobatchIndex{m}, bound);
+        contract_->bind_destination(s->index(), i, MicrobatchIndex{m}, bound, kThisDevice);
       }
     }
   }

@@ -29,7 +29,7 @@ void StepRunner::run() {
   reducing_.clear();
   device_.zero(caller_, counters_, 2 * stages_.size() * sizeof(std::uint64_t));
   for (const Action& action : actions_) {
-    if (hooks_ != nullptr) hooks_->before(action);
+    if (hooks_ != nullptr && !hooks_->before(action, contract_)) continue;
     if (is_send(action.kind) || is_recv(action.kind)) {
       boundary_.run_message(action);
     } else if (action.kind == ActionKind::kReduceGrad) {
@@ -56,6 +56,7 @@ void StepRunner::run_compute(const Action& action) {
   boundary_.deliver_inputs(action, slot);
   executor_.run(action, guard.slots(), guard.first_write());
   boundary_.mark_produced(action, slot);
+  if (hooks_ != nullptr) hooks_->after(action, *stage, device_, graph_);
   if (scale_update_ == ScaleUpdate::kMicrobatch && stage->scales_apart() && action.kind != ActionKind::kWeightGrad) {
     update_scales(*stage, action.kind == ActionKind::kForward ? Chain::kForward : Chain::kBackward);
   }
