@@ -3,6 +3,7 @@
 #include "tests/runtime/matrix.h"
 #include <set>
 
+#include "core/error.h"
 #include "tests/catch.h"
 
 namespace qe::testing {
@@ -37,8 +38,8 @@ void check_matrix(const std::vector<Overrides>& maps, int m, int steps) {
   check_cells(slots, steps, trace_of(microbatches(m) + kPlain + kSlots[1], steps));
 }
 
-void check_w_groups(int m, int steps) {
-  for (const int group : {1, 2, 4}) {
+void check_w_groups(const std::vector<int>& groups, int m, int steps) {
+  for (const int group : groups) {
     const Overrides variant = microbatches(m) + w_group(group);
     check_cells(cells({{variant}, mappings(), kModes, kSlots}), steps, trace_of(variant + kSlots[1], steps));
   }
@@ -87,11 +88,50 @@ TEST_CASE("uneven cuts into four stages give the bytes of even ones") {
   check_cells(cells({cuts, maps, kModes, {kSlots[0]}}), steps, trace_of(kPlain + kSlots[1], steps));
 }
 
-TEST_CASE("W groups of one, two and four: each has the same bytes under every schedule, rank count, mode and slots") {
-  check_w_groups(4, 2);
+TEST_CASE(
+    "one microbatch, fewer than ranks and odd numbers of them run as on one rank, or are refused with the nearest") {
+  int refused = 0;
+  for (const int m : {1, 2, 3, 5, 7}) {
+    std::vector<Overrides> possible;
+    for (const Overrides& cell : cells({{microbatches(m)}, mappings()})) {
+      try {
+        test_config(kMatrixModel + cell);
+        possible.push_back(cell);
+      } catch (const ConfigError& e) {
+        INFO(name_of(cell));
+        CHECK_THAT(e.what(), ContainsSubstring("cannot divide") && ContainsSubstring("; use "));
+        ++refused;
+      }
+    }
+    check_cells(cells({possible, kModes}), 2, trace_of(microbatches(m) + kPlain, 2));
+  }
+  CHECK(refused == 4);  // interleaved_1f1b and zb1p with five and seven on two ranks; on four they make one round
 }
 
-TEST_CASE("W groups hold over twenty steps of eight microbatches", "[slow]") { check_w_groups(8, 20); }
+TEST_CASE("a clip that is always active has one norm, one factor and one loss on every cut") {
+  const Overrides clip{"optimizer.clip_grad=0.01"};
+  const RunOutcome one = run_training(test_config(kMatrixModel + clip), {.steps = 4});
+  for (const Overrides& cell :
+       {mappings(1)[4], mappings(2)[2], mappings(2)[4], mappings(4)[1], mappings(4)[2], mappings(4)[4]}) {
+    const RunOutcome run = run_training(test_config(kMatrixModel + clip + cell), {.steps = 4});
+    INFO(name_of(cell));
+    CHECK(run.losses == one.losses);
+    CHECK(differences(one.trace, run.trace).empty());
+    for (std::size_t step = 0; step < 4; ++step) {
+      CHECK(run.scalars[step].norm == one.scalars[step].norm);
+      CHECK(run.scalars[step].clip == one.scalars[step].clip);
+      CHECK(run.scalars[step].clip < 0.5f);
+    }
+  }
+}
+
+TEST_CASE("W groups of two and of four have each the same bytes under every schedule, rank count, mode and slots") {
+  check_w_groups({2, 4}, 4, 2);
+}
+
+TEST_CASE("W groups of one, two and four hold over twenty steps of eight microbatches", "[slow]") {
+  check_w_groups({1, 2, 4}, 8, 20);
+}
 
 TEST_CASE("gradient placement, type and W group show nowhere in a first step but in what follows from W") {
   const TraceRecords whole = trace_of({}, 1);
