@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "app/data/token_layout.h"
 #include "core/dtype.h"
 #include "core/schedule.h"
 #include "core/stage/layer_config.h"
@@ -78,6 +79,7 @@ struct DataSection {
   std::vector<std::string> train;          // globs
   std::vector<std::string> valid;          // globs; empty: no evaluation
   std::vector<std::string> out_of_domain;  // globs; evaluated once, after the last step
+  DataFormat format = DataFormat::kLlmc;   // of all of them
 };
 
 struct CheckpointSection {

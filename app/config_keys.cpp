@@ -281,7 +281,10 @@ void add_machine(std::vector<KeySpec>& table) {
   d.texts("valid", QE_FIELD(data.valid), "token files to evaluate on; none: no evaluation");
   d.texts("out_of_domain", QE_FIELD(data.out_of_domain),
           "token files of another kind of text, evaluated once after the last step; none: not evaluated");
-  d.only("format", "llmc", "llm.c shards, uint16 or uint32");
+  d.choice<DataFormat>(
+      "format", {{"llmc", DataFormat::kLlmc}, {"megatron", DataFormat::kMegatron}}, QE_FIELD(data.format),
+      "llmc: llm.c shards, uint16 or uint32; megatron: .bin and .idx pairs, named by either or by what "
+      "stands before the ending");
 
   Section k(table, "checkpoint");
   k.text("dir", QE_FIELD(checkpoint.dir), "folder of checkpoints, shared by all ranks; none: nothing is saved");

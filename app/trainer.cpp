@@ -68,16 +68,18 @@ Trainer::Trainer(const Config& config, const StartOptions& options, StopSignals*
       backend_(make_backend(binding_.backend, binding_.ordinal)),
       transport_(make_transport(*backend_.device, config.pipeline.pipeline_model_parallel_size, config.parallel.data,
                                 {config.runtime.timeout_s, board}, binding_.transport)),
-      train_data_(config.data.train, config.model.vocab_size, config.training.seq_length, "data.train"),
+      train_data_(config.data.train, config.model.vocab_size, config.training.seq_length, "data.train",
+                  config.data.format),
       sampler_(train_data_.windows(), config.training.global_batch_size,
                static_cast<std::uint64_t>(config.training.seed)),
       signals_(signals) {
   if (!config.data.valid.empty()) {
-    valid_data_.emplace(config.data.valid, config.model.vocab_size, config.training.seq_length, "data.valid");
+    valid_data_.emplace(config.data.valid, config.model.vocab_size, config.training.seq_length, "data.valid",
+                        config.data.format);
   }
   if (!config.data.out_of_domain.empty()) {
     out_of_domain_data_.emplace(config.data.out_of_domain, config.model.vocab_size, config.training.seq_length,
-                                "data.out_of_domain");
+                                "data.out_of_domain", config.data.format);
   }
   std::unique_ptr<Storage> storage = make_disk_storage();
   if (!config.runtime.faults.empty()) {

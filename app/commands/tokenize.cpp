@@ -69,11 +69,12 @@ int run_tokenize(const TokenizeOptions& options) {
 }
 
 void check_data(const Config& c) {
-  TokenDataset(c.data.train, c.model.vocab_size, c.training.seq_length, "data.train");
-  if (!c.data.valid.empty()) TokenDataset(c.data.valid, c.model.vocab_size, c.training.seq_length, "data.valid");
-  if (!c.data.out_of_domain.empty()) {
-    TokenDataset(c.data.out_of_domain, c.model.vocab_size, c.training.seq_length, "data.out_of_domain");
-  }
+  const auto check = [&](const std::vector<std::string>& patterns, const char* key) {
+    TokenDataset(patterns, c.model.vocab_size, c.training.seq_length, key, c.data.format);
+  };
+  check(c.data.train, "data.train");
+  if (!c.data.valid.empty()) check(c.data.valid, "data.valid");
+  if (!c.data.out_of_domain.empty()) check(c.data.out_of_domain, "data.out_of_domain");
 }
 
 }  // namespace qe

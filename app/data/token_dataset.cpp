@@ -21,9 +21,8 @@ std::string folder_of(const std::string& pattern) {
   return error ? "the working folder" : folder.lexically_normal().string();
 }
 
-// Matches in the C locale's order, whatever the user's locale is: the order of shards is part of the sample order. A
-// file that is named literally is no pattern, whatever letters its name has.
-std::vector<std::string> expand(const std::string& pattern, const std::string& key) {
+// A file that is named literally is no pattern, whatever letters its name has.
+std::vector<std::string> matches_of(const std::string& pattern, const std::string& key, const std::string& advice) {
   std::error_code error;
   if (std::filesystem::exists(pattern, error)) return {pattern};
   glob_t found{};
@@ -31,10 +30,25 @@ std::vector<std::string> expand(const std::string& pattern, const std::string& k
   std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + (status == 0 ? found.gl_pathc : 0));
   ::globfree(&found);
   if (status == GLOB_NOMATCH) {
-    throw DataError(key + ": \"" + pattern + "\" matches no file in " + folder_of(pattern) +
-                    "; make one with qeffect tokenize, or correct the path.");
+    throw DataError(key + ": \"" + pattern + "\" matches no file in " + folder_of(pattern) + "; " + advice +
+                    "correct the path.");
   }
   if (status != 0) throw DataError(key + ": a folder of \"" + pattern + "\" cannot be read; check its permissions.");
+  return paths;
+}
+
+// Files of tokens in the C locale's order, whatever the user's locale is: the order of shards is part of the sample
+// order.
+std::vector<std::string> expand(const std::string& pattern, const std::string& key, DataFormat format) {
+  std::vector<std::string> paths;
+  if (format == DataFormat::kLlmc) {
+    paths = matches_of(pattern, key, "make one with qeffect tokenize, or ");
+  } else {
+    const MegatronPair pair = megatron_pair(pattern);
+    for (const std::string& path : matches_of(pattern == pair.tokens ? pair.tokens : pair.index, key, "")) {
+      paths.push_back(megatron_pair(path).tokens);
+    }
+  }
   std::sort(paths.begin(), paths.end());
   return paths;
 }
@@ -60,20 +74,20 @@ class SeenFiles {
 }  // namespace
 
 TokenDataset::TokenDataset(const std::vector<std::string>& patterns, int vocab_size, int seq_length,
-                           const std::string& key)
+                           const std::string& key, DataFormat format)
     : seq_length_(seq_length) {
   if (patterns.empty()) throw DataError(key + " names no token file; set it to a path or a glob.");
   std::vector<std::string> paths;
   SeenFiles seen;
   for (const std::string& pattern : patterns) {
-    for (std::string& path : expand(pattern, key)) {
+    for (std::string& path : expand(pattern, key, format)) {
       require_utf8(path, key);
       if (seen.add(path)) paths.push_back(std::move(path));
     }
   }
   first_window_.push_back(0);
   for (const std::string& path : paths) {
-    const TokenFile& file = files_.emplace_back(path, vocab_size);
+    const TokenFile& file = files_.emplace_back(path, vocab_size, format);
     const std::int64_t windows = (file.size() - 1) / seq_length;
     first_window_.push_back(first_window_.back() + windows);
     tokens_ += file.size();

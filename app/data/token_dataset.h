@@ -1,7 +1,8 @@
-// Token shards as one indexed set of windows. Owns the shards and the window rule; order is the sampler's.
+// Token files as one indexed set of windows. Owns the files and the window rule; order is the sampler's.
 //
-// Window i of a shard is its tokens [i·L, i·L + L], both ends included: L inputs and, one further on, L targets.
-// Windows do not cross shards; what a shard has left over is counted as dropped.
+// A file of either form is one shard, the documents in it one after the other. Window i of a shard is its tokens [i·L,
+// i·L + L], both ends included: L inputs and, one further on, L targets. Windows do not cross shards; what a shard has
+// left over is counted as dropped.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +16,11 @@ namespace qe {
 
 class TokenDataset {
  public:
-  // `patterns` are paths or globs; a file that several match counts once. `key` is the config key that messages name.
-  // Throws DataError when a pattern matches nothing, a file is unusable, or no shard holds a window.
-  TokenDataset(const std::vector<std::string>& patterns, int vocab_size, int seq_length, const std::string& key);
+  // `patterns` are paths or globs; a file that several match counts once. For Megatron pairs they name the .bin, the
+  // .idx, or both by what stands before that. `key` is the config key that messages name. Throws DataError when a
+  // pattern matches nothing, a file is unusable, or no shard holds a window.
+  TokenDataset(const std::vector<std::string>& patterns, int vocab_size, int seq_length, const std::string& key,
+               DataFormat format = DataFormat::kLlmc);
 
   [[nodiscard]] std::int64_t windows() const noexcept { return first_window_.back(); }
   [[nodiscard]] std::int64_t tokens() const noexcept { return tokens_; }
