@@ -166,6 +166,9 @@ TEST_CASE("features that do not exist are refused by name with a reason") {
   CHECK_THAT(refused({"model.dropout=0.1"}), ContainsSubstring("model.dropout: refused: there is no dropout"));
   CHECK_THAT(refused({"model.tie_embeddings=true"}), ContainsSubstring("tied embeddings"));
   CHECK_THAT(refused({"training.loss_mask=true"}), ContainsSubstring("masked targets"));
+  CHECK_THAT(refused({"model.recompute=full"}), ContainsSubstring("refused: activations are kept from F to W"));
+  CHECK_THAT(refused({"pipeline.schedule=zbv", "pipeline.stage_placement=loop"}),
+             ContainsSubstring("follows from pipeline.schedule: in a V under zbv"));
   CHECK_THAT(refused({"checkpoint.async=true"}), ContainsSubstring("checkpoint.async: refused: a step waits"));
   CHECK_THAT(refused({"execution.graph_scope=step"}), ContainsSubstring("wanted \"action\""));
   CHECK_THAT(refused({"execution.backend=cpu", "execution.transport=nccl"}),
