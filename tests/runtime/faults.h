@@ -166,6 +166,22 @@ class PoisoningOps final : public InterceptedOps {
   std::shared_ptr<bool> armed_ = std::make_shared<bool>(false);
 };
 
+// Another factor on the loss gradient, by the number of the loss in its step.
+class WeightedLosses final : public InterceptedOps {
+ public:
+  WeightedLosses(Ops& ops, std::vector<float> factors) : InterceptedOps(ops), factors_(std::move(factors)) {}
+
+  void cross_entropy(Stream& s, const CrossEntropyArgs& a) override {
+    CrossEntropyArgs weighted = a;
+    weighted.gradient_scale = &factors_[count_++ % factors_.size()];
+    ops_.cross_entropy(s, weighted);
+  }
+
+ private:
+  std::vector<float> factors_;
+  std::size_t count_ = 0;
+};
+
 // Every message goes through pass_send(), which sends it. All else passes.
 class InterceptedTransport : public Transport {
  public:

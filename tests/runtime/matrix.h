@@ -16,6 +16,8 @@ inline const Overrides kMatrixModel{
     "model.ffn_hidden_size=48",    "model.vocab_size=100",    "training.seq_length=16",
     "training.micro_batch_size=1", "training.train_iters=20", "model.max_position_embeddings=16"};
 
+inline Overrides microbatches(int m) { return {"training.global_batch_size=" + std::to_string(m)}; }
+
 // The five schedules on so many ranks: one stage a rank for gpipe and 1f1b, two for the others.
 inline std::vector<Overrides> mappings(int ranks) {
   const Overrides pp{"pipeline.pipeline_model_parallel_size=" + std::to_string(ranks)};

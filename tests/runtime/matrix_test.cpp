@@ -9,7 +9,6 @@
 namespace qe::testing {
 namespace {
 
-Overrides microbatches(int m) { return {"training.global_batch_size=" + std::to_string(m)}; }
 Overrides w_group(int g) { return {"gradients.w_group=" + std::to_string(g)}; }
 
 TraceRecords trace_of(const Overrides& cell, int steps) {

@@ -136,4 +136,9 @@ inline Config reference_config(std::vector<std::string> overrides) {
   return test_config(overrides);
 }
 
+// Four layers and a vocabulary of 512; everything else as in test_config.
+inline Config four_layer_config(const Overrides& more = {}) {
+  return test_config(Overrides{"model.num_layers=4", "model.vocab_size=512"} + more);
+}
+
 }  // namespace qe::testing
