@@ -1,108 +1,24 @@
 // Restart as a user does it: the same command again after a kill or a signal, refusals, and inspect.
-#include <fcntl.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include <array>
 #include <csignal>
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <string>
 #include <vector>
 
 #include "tests/catch.h"
+#include "tests/running.h"
 #include "tests/unit/scratch.h"
 
 namespace {
 
 using Json = nlohmann::json;
 
-struct Outcome {
-  int code = -1;
-  std::string text;  // standard output and error together
-};
-
-// A command that is looked at while it runs.
-class Running {
- public:
-  explicit Running(const std::string& command) {
-    std::array<int, 2> ends{};
-    REQUIRE(::pipe(ends.data()) == 0);
-    pid_ = ::fork();
-    if (pid_ == 0) {
-      ::dup2(ends[1], STDOUT_FILENO);
-      ::dup2(ends[1], STDERR_FILENO);
-      ::close(ends[0]);
-      ::close(ends[1]);
-      const std::string line = "exec " + command;
-      ::execl("/bin/sh", "sh", "-c", line.c_str(), nullptr);
-      ::_exit(127);
-    }
-    ::close(ends[1]);
-    from_ = ::fdopen(ends[0], "r");
-  }
-  ~Running() {
-    if (from_ != nullptr) finish();
-  }
-
-  [[nodiscard]] pid_t pid() const noexcept { return pid_; }
-  // The processes that it started: under mpirun the ranks.
-  [[nodiscard]] std::vector<pid_t> children() const {
-    const std::string id = std::to_string(pid_);
-    std::vector<pid_t> found;
-    for (const auto& task : std::filesystem::directory_iterator("/proc/" + id + "/task")) {
-      std::ifstream list(task.path() / "children");
-      for (pid_t child = 0; list >> child;) found.push_back(child);
-    }
-    return found;
-  }
-  // Reads until a line holds `part`; false when the output ends before.
-  bool reads(const std::string& part) {
-    std::array<char, 4096> line{};
-    while (std::fgets(line.data(), line.size(), from_) != nullptr) {
-      out_.text += line.data();
-      if (std::string(line.data()).find(part) != std::string::npos) return true;
-    }
-    return false;
-  }
-  Outcome finish() {
-    reads("\n\n\n");  // no line holds that: to the end
-    std::fclose(std::exchange(from_, nullptr));
-    int status = 0;
-    ::waitpid(pid_, &status, 0);
-    out_.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-    return out_;
-  }
-
- private:
-  pid_t pid_ = 0;
-  std::FILE* from_ = nullptr;
-  Outcome out_;
-};
-
 const std::string kQeffect = QE_QEFFECT;
 std::string ranks(int n, const std::string& arguments) {
   return std::string(QE_MPIEXEC) + " --oversubscribe -n " + std::to_string(n) + " " + kQeffect + " " + arguments;
 }
-Outcome run(const std::string& command) { return Running(command).finish(); }
 Outcome qeffect(const std::string& arguments) { return run(kQeffect + " " + arguments); }
-
-int count(const std::string& text, const std::string& part) {
-  int n = 0;
-  for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++n;
-  return n;
-}
-
-std::string text_of(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  text << file.rdbuf();
-  return text.str();
-}
 
 // Three shards of different length, and a small model on two ranks; every run gets folders of its own.
 void make_data(const Scratch& dir) {
