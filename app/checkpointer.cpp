@@ -1,5 +1,6 @@
 #include "app/checkpointer.h"
 
+#include <chrono>
 #include <filesystem>
 
 #include "app/environment.h"
@@ -7,6 +8,11 @@
 
 namespace qe {
 namespace {
+
+using Clock = std::chrono::steady_clock;
+double ms_since(Clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
 
 std::vector<DataFile> files_of(const TokenDataset& data) {
   std::vector<DataFile> files;
@@ -84,7 +90,8 @@ bool Checkpointer::due(std::int64_t step, bool stopping) const noexcept {
   return stopping || step == config_.training.train_iters || (c.interval > 0 && step % c.interval == 0);
 }
 
-SavedCheckpoint Checkpointer::save(PipelineRank& rank, const RunPosition& position) {
+void Checkpointer::save(PipelineRank& rank, const RunPosition& position) {
+  finish();
   Manifest about;
   about.position = position;
   about.data_windows = windows_;
@@ -92,7 +99,30 @@ SavedCheckpoint Checkpointer::save(PipelineRank& rank, const RunPosition& positi
   about.config = nlohmann::ordered_json::parse(dump_config(config_));
   about.environment = nlohmann::ordered_json::parse(environment_json());
   const CheckpointSection& c = config_.checkpoint;
-  return save_checkpoint(*storage_, transport_, rank, c.dir, {c.keep_last, c.keep_every}, std::move(about));
+  const Retention retention{c.keep_last, c.keep_every};
+  const auto start = Clock::now();
+  if (c.async) {
+    pending_ = std::make_unique<BackgroundSave>(*storage_, transport_, rank, c.dir, retention, std::move(about));
+    pending_stall_ms_ = ms_since(start);
+  } else {
+    const SavedCheckpoint saved = save_checkpoint(*storage_, transport_, rank, c.dir, retention, std::move(about));
+    finished_.push_back({saved, false, ms_since(start)});
+  }
+}
+
+void Checkpointer::poll() {
+  if (pending_ && pending_->settled()) publish_pending();
+}
+
+void Checkpointer::finish() {
+  if (pending_) publish_pending();
+}
+
+void Checkpointer::publish_pending() {
+  const std::unique_ptr<BackgroundSave> save = std::move(pending_);  // gone whatever happens: nobody publishes twice
+  const auto start = Clock::now();
+  const SavedCheckpoint saved = save->publish();
+  finished_.push_back({saved, true, pending_stall_ms_ + ms_since(start)});
 }
 
 }  // namespace qe

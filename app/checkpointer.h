@@ -4,8 +4,10 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "app/checkpoint/background_save.h"
 #include "app/checkpoint/checkpoint.h"
 #include "app/checkpoint/resume.h"
 #include "app/config.h"
@@ -18,6 +20,12 @@ struct StartOptions {
   std::optional<std::string> resume;   // "latest", a step, or a checkpoint's folder
   std::vector<std::string> overrides;  // keys whose new value counts
   std::string init_from;               // a checkpoint's folder, for its weights; empty: none
+};
+
+struct FinishedSave {
+  SavedCheckpoint checkpoint;
+  bool background = false;
+  double stall_ms = 0;  // that training stood still for it
 };
 
 class Checkpointer {
@@ -37,9 +45,18 @@ class Checkpointer {
   RunPosition load(PipelineRank&);
   // After `step` steps of train_iters.
   [[nodiscard]] bool due(std::int64_t step, bool stopping) const noexcept;
-  SavedCheckpoint save(PipelineRank&, const RunPosition&);
+  // Saves, or with checkpoint.async begins to; first waits for the save before, if that is still being written.
+  void save(PipelineRank&, const RunPosition&);
+  // Publishes a save of the background that every rank has written. At step boundaries. Throws CheckpointError on every
+  // rank alike where one could not write.
+  void poll();
+  void finish();  // the same, and waits for it
+  [[nodiscard]] bool writing() const noexcept { return pending_ != nullptr; }
+  // What has been published since the last call.
+  std::vector<FinishedSave> take_finished() { return std::exchange(finished_, {}); }
 
  private:
+  void publish_pending();
   const Config& config_;
   Transport& transport_;
   std::unique_ptr<Storage> storage_;
@@ -47,6 +64,9 @@ class Checkpointer {
   std::int64_t windows_;
   std::optional<FoundCheckpoint> found_;
   std::optional<ResumeRecord> resumed_;
+  std::vector<FinishedSave> finished_;
+  std::unique_ptr<BackgroundSave> pending_;  // writes through storage_
+  double pending_stall_ms_ = 0;
 };
 
 }  // namespace qe

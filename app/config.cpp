@@ -84,6 +84,8 @@ bool is_text(const Json& v) { return v.is_string(); }
 
 bool acceptable(const KeySpec& key, const Json& v) {
   switch (key.type) {
+    case ValueType::kBoolean:
+      return v.is_boolean();
     case ValueType::kInteger:
       return is_integer(v) && in_range(key, v);
     case ValueType::kNumber:

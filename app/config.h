@@ -87,6 +87,7 @@ struct CheckpointSection {
   std::int64_t interval = 0;  // steps between checkpoints; 0: after the last step and on a signal
   int keep_last = 2;
   std::int64_t keep_every = 0;  // steps; 0: none
+  bool async = false;
 };
 
 struct ReportSection {

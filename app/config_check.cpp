@@ -130,6 +130,8 @@ void check_checkpoint(const Config& c, Faults& faults) {
   if (c.checkpoint.interval > 0 && c.checkpoint.dir.empty()) {
     faults.add("checkpoint.dir",
                "found none, wanted a folder with checkpoint.interval " + str(c.checkpoint.interval) + ".");
+  } else if (c.checkpoint.async && c.checkpoint.dir.empty()) {
+    faults.add("checkpoint.dir", "found none, wanted a folder with checkpoint.async true.");
   }
 }
 

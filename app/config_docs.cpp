@@ -32,6 +32,8 @@ Json bounded(const KeySpec& key, const char* type) {
 Json value_schema(const KeySpec& key) {
   const Json text{{"type", "string"}};
   switch (key.type) {
+    case ValueType::kBoolean:
+      return {{"type", "boolean"}};
     case ValueType::kInteger:
       return bounded(key, "integer");
     case ValueType::kNumber:
@@ -57,6 +59,8 @@ std::string KeySpec::range() const {
            (below_maximum ? " to below " : " to ") + number_text(maximum);
   };
   switch (type) {
+    case ValueType::kBoolean:
+      return "true or false";
     case ValueType::kInteger:
       return "an integer " + bounds();
     case ValueType::kNumber:

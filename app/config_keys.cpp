@@ -28,6 +28,13 @@ class Section {
     return spec;
   }
   template <class Field>
+  KeySpec& boolean(const char* key, Field field, const char* meaning) {
+    KeySpec& spec = row(key, ValueType::kBoolean, meaning);
+    spec.set = [field](Config& c, const Json& v) { return field(c) = v.get<bool>(), true; };
+    spec.get = [field](const Config& c) { return Json(field(const_cast<Config&>(c))); };
+    return spec;
+  }
+  template <class Field>
   KeySpec& number(const char* key, double minimum, double maximum, Field field, const char* meaning) {
     KeySpec& spec = row(key, ValueType::kNumber, meaning);
     spec.minimum = minimum;
@@ -293,6 +300,8 @@ void add_machine(std::vector<KeySpec>& table) {
   k.integer("keep_last", 1, 1000000, QE_FIELD(checkpoint.keep_last), "newest checkpoints that are kept");
   k.integer("keep_every", 0, 1e12, QE_FIELD(checkpoint.keep_every),
             "checkpoints of steps that are a multiple of this are kept as well; 0: none");
+  k.boolean("async", QE_FIELD(checkpoint.async),
+            "write in the background, from a copy in host memory as large as the rank's file");
 
   Section(table, "report")
       .text("dir", QE_FIELD(report.dir),
@@ -336,7 +345,6 @@ const std::vector<RefusedKey>& refused_keys() {
       {"mask_targets", "every target counts in the loss; masked targets are not available"},
       {"loss_mask", "every target counts in the loss; masked targets are not available"},
       {"report.timeline", "a timeline of the run is not available yet"},
-      {"checkpoint.async", "a step waits for its checkpoint; writing in the background is not available yet"},
       {"attention", "attention has one implementation; there is nothing to choose yet"},
   };
   return table;

@@ -16,7 +16,7 @@ namespace qe {
 
 using Json = nlohmann::ordered_json;
 
-enum class ValueType : std::uint8_t { kInteger, kNumber, kString, kStringList, kIntegerList };
+enum class ValueType : std::uint8_t { kBoolean, kInteger, kNumber, kString, kStringList, kIntegerList };
 
 struct KeySpec {
   std::string section;

@@ -1,6 +1,7 @@
 // Keeps the board of the job's ranks told of where this one is.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #include "core/runtime/step_hooks.h"
@@ -31,7 +32,7 @@ class RankPlace final : public StepHooks {
     if (board_ != nullptr) board_->set_place(place);
   }
   JobBoard* board_;
-  std::uint32_t step_ = 0;
+  std::atomic<std::uint32_t> step_ = 0;  // a save in the background may ask too
 };
 
 }  // namespace qe

@@ -173,6 +173,11 @@ std::string report_json(const RunReport& r) {
   Json checks = Json::array();
   for (const CheckResult& c : r.checks)
     checks.push_back({{"name", c.name}, {"passed", c.passed}, {"detail", c.detail}});
+  Json checkpoints = Json::array();
+  for (const SaveRecord& s : r.checkpoints) {
+    checkpoints.push_back(
+        {{"step", s.step}, {"background", s.background}, {"stall_ms", s.stall_ms}, {"write_ms", s.write_ms}});
+  }
   const std::size_t steps = r.rank_step_ms.empty() ? 0 : r.rank_step_ms.front().size();
   Json root{{"schema_version", kReportSchemaVersion},
             {"command", r.command},
@@ -193,6 +198,7 @@ std::string report_json(const RunReport& r) {
             {"baselines", nullptr},
             {"data", {{"train", json_of(r.train_data)}, {"valid", nullptr}}},
             {"timing", timing_of(r)},
+            {"checkpoints", checkpoints},
             {"resources", resources},
             {"checks", checks}};
   if (r.failure) {

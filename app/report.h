@@ -54,6 +54,14 @@ struct CheckResult {
   std::string detail;
 };
 
+// One checkpoint of this process.
+struct SaveRecord {
+  std::int64_t step = 0;
+  bool background = false;
+  double stall_ms = 0;  // that training stood still for it
+  double write_ms = 0;  // of the slowest rank's file
+};
+
 struct DataCounts {
   std::int64_t files = 0, tokens = 0, windows = 0, dropped_tokens = 0;
 };
@@ -81,6 +89,7 @@ struct RunReport {
   std::optional<NgramBaseline> baselines;
   DataCounts train_data;
   std::optional<DataCounts> valid_data;
+  std::vector<SaveRecord> checkpoints;
   std::vector<RankUsage> ranks;
   std::vector<CheckResult> checks;
 };

@@ -136,6 +136,7 @@ ExitCode Trainer::run() {
     fill_report();
   } catch (const NonFiniteError& e) {  // of every rank alike, so that the report can be complete
     note_failure(e.what(), e.exit_code());
+    finish_earlier_save();
     fill_report();
     throw;
   } catch (const Error& e) {
@@ -146,6 +147,15 @@ ExitCode Trainer::run() {
     throw;
   }
   return stopping_ ? ExitCode::kStoppedBySignal : ExitCode::kOk;
+}
+
+// It holds a step that was sound. The failure that led here is told, and a disk's beside it.
+void Trainer::finish_earlier_save() {
+  try {
+    finish_saves();
+  } catch (const CheckpointError& e) {
+    if (leads()) progress_->note(e.what());
+  }
 }
 
 void Trainer::note_failure(const std::string& message, ExitCode code) {
@@ -176,14 +186,19 @@ bool Trainer::train_and_evaluate() {
   const auto steps = static_cast<std::uint32_t>(config_.training.train_iters);
   for (auto step = static_cast<std::uint32_t>(position_.step) + 1; step <= steps; ++step) {
     train_step(step);
+    checkpoints_->poll();
     const std::int64_t interval = config_.training.eval_interval;
     if (valid_data_ && interval > 0 && step % interval == 0 && step != steps) log_evaluation(step);
     if (checkpoints_->due(step, stopping_)) save();
-    if (stopping_) return false;
+    tell_saves();
+    if (stopping_) break;
   }
-  if (valid_data_) log_evaluation(steps);
-  if (out_of_domain_data_) report_.out_of_domain_loss = evaluate(*out_of_domain_data_);
-  return true;
+  if (!stopping_) {
+    if (valid_data_) log_evaluation(steps);
+    if (out_of_domain_data_) report_.out_of_domain_loss = evaluate(*out_of_domain_data_);
+  }
+  finish_saves();
+  return !stopping_;
 }
 
 void Trainer::save() {
@@ -192,13 +207,26 @@ void Trainer::save() {
   position_.initial_train_loss = report_.initial_train_loss;
   position_.final_train_loss = report_.final_train_loss;
   place_.set(Phase::kSave, static_cast<std::uint32_t>(position_.step));
-  const auto start = Clock::now();
-  const SavedCheckpoint saved = checkpoints_->save(*rank_, position_);
-  if (!leads()) return;
-  char ms[32];
-  std::snprintf(ms, sizeof ms, "%.0f ms", ms_since(start));
-  progress_->note("saved " + saved.folder + " in " + ms + ", parameters XXH3 " + saved.parameters_xxh3 +
-                  (saved.finite ? "" : "; its weights are not finite, so it is not the latest"));
+  checkpoints_->save(*rank_, position_);
+}
+
+void Trainer::tell_saves() {
+  for (const FinishedSave& save : checkpoints_->take_finished()) {
+    const SavedCheckpoint& saved = save.checkpoint;
+    report_.checkpoints.push_back({saved.step, save.background, save.stall_ms, saved.write_ms});
+    if (!leads()) continue;
+    char ms[96];
+    std::snprintf(ms, sizeof ms, save.background ? "%.0f ms and in the background in %.0f ms" : "%.0f ms",
+                  save.stall_ms, saved.write_ms);
+    progress_->note("saved " + saved.folder + " in " + ms + ", parameters XXH3 " + saved.parameters_xxh3 +
+                    (saved.finite ? "" : "; its weights are not finite, so it is not the latest"));
+  }
+}
+
+void Trainer::finish_saves() {
+  if (checkpoints_->writing()) place_.set(Phase::kSave, static_cast<std::uint32_t>(position_.step));
+  checkpoints_->finish();
+  tell_saves();
 }
 
 void Trainer::train_step(std::uint32_t step) {

@@ -40,6 +40,9 @@ class Trainer {
   bool train_and_evaluate();  // false: asked to stop
   void train_step(std::uint32_t step);
   void save();
+  void tell_saves();    // what has been published since it was last told
+  void finish_saves();  // waits for the one in the background
+  void finish_earlier_save();
   // Tells the ranks this one's step; returns the slowest rank's ms and notes whether any was asked to stop. Throws when
   // ranks disagree on the gradient norm.
   double compare_ranks(std::uint32_t step, double ms, float norm);

@@ -21,10 +21,12 @@ std::vector<std::string> all_or_none(Transport&, const std::function<std::string
 void probe_shared_folder(Storage&, Transport&, const std::string& dir);
 
 struct SavedCheckpoint {
+  std::int64_t step = 0;
   std::string folder;
   std::string parameters_xxh3;
   bool finite = true;                // false: written, but `latest` does not point to it
   std::vector<std::string> removed;  // names of checkpoints that retention gave up
+  double write_ms = 0;               // of the slowest rank's file
 };
 
 // Writes step_<position.step> of `dir` and publishes it. `about` brings everything but files, tensors, digests, epoch

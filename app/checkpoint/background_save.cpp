@@ -1,0 +1,98 @@
+#include "app/checkpoint/background_save.h"
+
+#include <algorithm>
+#include <chrono>
+#include <new>
+#include <system_error>
+#include <utility>
+
+#include "core/error.h"
+
+namespace qe {
+namespace {
+
+// Between two questions whether all are done: no rank waits for another longer than that, however slow a disk is.
+constexpr std::chrono::milliseconds kPause{100};
+
+struct Abandoned {};  // thrown inside the thread alone
+
+}  // namespace
+
+BackgroundSave::BackgroundSave(Storage& storage, Transport& transport, PipelineRank& rank, const std::string& dir,
+                               const Retention& retention, Manifest about)
+    : transport_(transport), folder_(storage, transport, rank, dir, retention, std::move(about)) {
+  folder_.open([&] {
+    if (folder_.rank_writes()) copy_state(rank);
+  });
+  if (!folder_.rank_writes()) return;
+  done_ = false;
+  try {
+    thread_ = std::thread([this] { write(); });
+  } catch (const std::system_error&) {
+    write();  // the system has no thread left: the loop waits this time
+  }
+}
+
+BackgroundSave::~BackgroundSave() {
+  abandoned_ = true;
+  if (thread_.joinable()) thread_.join();
+}
+
+void BackgroundSave::copy_state(PipelineRank& rank) {
+  entries_ = rank.state();
+  std::size_t total = 0;
+  for (const StateEntry& e : entries_) total += e.view.bytes();
+  try {
+    for (const StateEntry& e : entries_) bytes_.push_back(rank.read(e));
+  } catch (const std::bad_alloc&) {
+    throw CheckpointError("The host has no " + std::to_string(total) +
+                          " bytes left for the copy that is written in the background; set checkpoint.async to false.");
+  }
+}
+
+void BackgroundSave::write() noexcept {
+  std::string part;
+  std::exception_ptr error;
+  try {
+    part = folder_.write_file(entries_, [this](std::size_t i) {
+      if (abandoned_) throw Abandoned{};
+      return std::exchange(bytes_[i], {});
+    });
+  } catch (const Abandoned&) {
+  } catch (...) {
+    error = std::current_exception();
+  }
+  const std::lock_guard lock(mutex_);
+  part_ = std::move(part);
+  error_ = error;
+  done_ = true;
+  changed_.notify_all();
+}
+
+bool BackgroundSave::settled() {
+  std::string mine;
+  {
+    const std::lock_guard lock(mutex_);
+    mine = error_ ? "failed" : done_ ? "done" : "writing";
+  }
+  const std::vector<std::string> all = transport_.exchange(mine, Group::kWorld);
+  const auto count = [&](const char* state) { return std::count(all.begin(), all.end(), state); };
+  if (count("failed") > 0) abandoned_ = true;  // nobody needs this rank's file any more
+  return count("failed") > 0 || count("writing") == 0;
+}
+
+std::string BackgroundSave::part() {
+  if (thread_.joinable()) thread_.join();
+  if (error_) std::rethrow_exception(error_);
+  return part_;
+}
+
+SavedCheckpoint BackgroundSave::publish() {
+  while (!settled()) {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, kPause, [this] { return done_; });
+  }
+  return folder_.publish([this] { return part(); });
+}
+
+}  // namespace qe

@@ -1,0 +1,51 @@
+// A save whose files are written while training goes on: a copy of the state on the host, a thread that writes it, and
+// publishing at a later step boundary. The thread sees no device, no transport and no other rank.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "app/checkpoint/save_folder.h"
+
+namespace qe {
+
+class BackgroundSave {
+ public:
+  // Collective, as everything here but the destructor. Copies the rank's state, as much host memory as its file is
+  // long, and begins to write. Throws as save_checkpoint does; then nothing is left behind. `storage` must outlive it
+  // and allow calls from another thread.
+  BackgroundSave(Storage&, Transport&, PipelineRank&, const std::string& dir, const Retention&, Manifest about);
+  ~BackgroundSave();  // gives up what has not been published
+  BackgroundSave(const BackgroundSave&) = delete;
+  BackgroundSave& operator=(const BackgroundSave&) = delete;
+
+  // Whether publish() would not wait: every rank has written its file, or some rank cannot.
+  bool settled();
+  // Waits for every rank's file, then does what save_checkpoint does. Throws CheckpointError on every rank alike where
+  // one could not write. Once.
+  SavedCheckpoint publish();
+
+ private:
+  void copy_state(PipelineRank&);
+  void write() noexcept;
+  std::string part();  // of the manifest, when the thread is done
+
+  Transport& transport_;
+  SaveFolder folder_;
+  std::vector<StateEntry> entries_;
+  std::vector<std::vector<unsigned char>> bytes_;  // of each entry, until it is written
+  std::atomic<bool> abandoned_ = false;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = true;
+  std::string part_;
+  std::exception_ptr error_;
+  std::thread thread_;
+};
+
+}  // namespace qe
