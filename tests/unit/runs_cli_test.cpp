@@ -1,40 +1,29 @@
 // Whole runs as a user starts them: every one ends, repeats itself, and reads its own part of the data.
-#include <sys/wait.h>
-
 #include <array>
 #include <cmath>
 #include <cstdio>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "tests/catch.h"
+#include "tests/running.h"
 #include "tests/unit/scratch.h"
 
 namespace {
 
 using Json = nlohmann::json;
 
-struct Outcome {
-  int code = -1;
-  std::string text;  // standard output and error together
-};
+const std::string kQeffect = QE_QEFFECT;
 
 // Ended after a minute, with code 124, should it hang.
-Outcome shell(const std::string& command) {
-  Outcome out;
-  std::FILE* pipe = ::popen(("timeout 60 " + command + " 2>&1").c_str(), "r");
-  REQUIRE(pipe != nullptr);
-  std::array<char, 4096> block{};
-  for (std::size_t n = 0; (n = std::fread(block.data(), 1, block.size(), pipe)) > 0;) out.text.append(block.data(), n);
-  const int status = ::pclose(pipe);
-  out.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  return out;
-}
+Outcome within_a_minute(const std::string& command) { return run("timeout 60 " + command); }
 
 Outcome ranks(int n, const std::string& arguments) {
-  return shell(std::string(QE_MPIEXEC) + " --oversubscribe -n " + std::to_string(n) + " " QE_QEFFECT " " + arguments);
+  return within_a_minute(std::string(QE_MPIEXEC) + " --oversubscribe -n " + std::to_string(n) + " " + kQeffect + " " +
+                         arguments);
 }
 
 // Four small layers on text whose windows differ.
@@ -42,7 +31,8 @@ void make_run(const Scratch& dir) {
   std::string text;
   for (int i = 0; i < 4000; ++i) text += static_cast<char>('a' + (i * i + i / 13) % 26);
   std::ofstream(dir / "t.txt") << text;
-  REQUIRE(shell(QE_QEFFECT " tokenize --input " + (dir / "t.txt") + " --output " + (dir / "t.bin")).code == 0);
+  REQUIRE(within_a_minute(kQeffect + " tokenize --input " + (dir / "t.txt") + " --output " + (dir / "t.bin")).code ==
+          0);
   std::ofstream(dir / "c.json") << R"({
     "model": {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48},
     "fp8": {"amax_history_len": 4},
