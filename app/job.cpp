@@ -159,11 +159,14 @@ int abort_job(const std::string& message, int code, JobBoard& board, Watchdog& w
   return code;
 }
 
-// Ranks of this host wait for each other here, where a death shows, and only then in MPI_Finalize.
+// Ranks of this host wait for each other here, where a death shows, and only then in MPI_Finalize. Looking for messages
+// is what makes MPI deliver this rank's last ones, which others may wait for.
 void leave_together(JobBoard& board) {
   board.leave();
   while (!board.others_left()) {
     board.expect_no_failure();
+    int any = 0;
+    MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, MPI_COMM_WORLD, &any, MPI_STATUS_IGNORE);
     std::this_thread::sleep_for(kPoll);
   }
 }
@@ -237,7 +240,11 @@ int run_job(const std::function<JobStart()>& prepare, const JobBody& body) {
   if (ending.code == 0) ending = run_body(start->config, body, watchdog);
   // Rank 0 may have long work of its own at the end; a rank of another host cannot see that it lives.
   std::optional<Watchdog::Limit> limit;
-  if (ending.one_host) limit.emplace(watchdog, timeout_s, "MPI_Finalize");
+  const bool good = ending.code == 0;
+  if (ending.one_host) {
+    limit.emplace(watchdog, timeout_s, good ? "MPI_Finalize" : "",
+                  good ? ExitCode::kDevice : static_cast<ExitCode>(ending.code));
+  }
   MPI_Finalize();
   return ending.code;
 }

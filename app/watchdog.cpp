@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "app/job.h"
-#include "core/error.h"
 #include "kernels/wire/process.h"
 
 namespace qe {
@@ -79,9 +78,9 @@ void Watchdog::begin_abort(int code) {
   code_ = code;
 }
 
-Watchdog::Limit::Limit(Watchdog& watchdog, double seconds, std::string what) : watchdog_(watchdog) {
+Watchdog::Limit::Limit(Watchdog& watchdog, double seconds, std::string what, ExitCode code) : watchdog_(watchdog) {
   const std::lock_guard lock(watchdog_.mutex_);
-  watchdog_.call_ = Call{Clock::now(), seconds, std::move(what)};
+  watchdog_.call_ = Call{Clock::now(), seconds, std::move(what), code};
 }
 
 Watchdog::Limit::~Limit() {
@@ -108,8 +107,10 @@ void Watchdog::look() {
     if (board_ != nullptr) board_->raise(kCode);
     char seconds[32];
     std::snprintf(seconds, sizeof seconds, "%g", call_->seconds);
-    end(kCode, call_->what + " takes longer than the deadline of " + seconds +
-                   " s; find out which rank is missing, or raise runtime.timeout_s.");
+    end(static_cast<int>(call_->code), call_->what.empty()
+                                           ? ""
+                                           : call_->what + " takes longer than the deadline of " + seconds +
+                                                 " s; find out which rank is missing, or raise runtime.timeout_s.");
   }
 }
 
@@ -125,7 +126,7 @@ void Watchdog::look_at_ranks() {
 }
 
 void Watchdog::end(int code, const std::string& why) const {
-  print_error((board_ == nullptr ? "" : "rank " + std::to_string(board_->rank()) + ": ") + why);
+  if (!why.empty()) print_error((board_ == nullptr ? "" : "rank " + std::to_string(board_->rank()) + ": ") + why);
   if (board_ != nullptr) board_->end_stopped();
   ::_exit(code);
 }

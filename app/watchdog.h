@@ -9,6 +9,7 @@
 #include <string>
 #include <thread>
 
+#include "core/error.h"
 #include "kernels/wire/job_board.h"
 
 namespace qe {
@@ -27,10 +28,11 @@ class Watchdog {
   // As after a failure.
   void begin_abort(int code);
 
-  // While it lives, a call of a library that knows no deadline; past it the process ends with code 8.
+  // While it lives, a call of a library that knows no deadline; past it the process ends with `code`. Without words
+  // when `what` is empty: the job's failure has been told.
   class Limit {
    public:
-    Limit(Watchdog&, double seconds, std::string what);
+    Limit(Watchdog&, double seconds, std::string what, ExitCode code = ExitCode::kDevice);
     ~Limit();
     Limit(const Limit&) = delete;
     Limit& operator=(const Limit&) = delete;
@@ -45,6 +47,7 @@ class Watchdog {
     Clock::time_point since;
     double seconds;
     std::string what;
+    ExitCode code;
   };
   void run();
   void look();
