@@ -85,6 +85,22 @@ void require_fitting(TensorReader& reader, const std::vector<StateEntry>& entrie
                         (faults > 10 ? "\n  …" : "") + "\nUse the config of its manifest.json.");
 }
 
+// A folder above the one that "latest" points to is complete or not, and is not taken; it must not go without a word.
+void note_newer(const std::string& dir, FoundCheckpoint& found) {
+  for (const std::int64_t step : steps_in(dir)) {
+    const std::string folder = path_in(dir, step_name(step));
+    const auto named = [&](const std::string& line) { return line.find(folder) != std::string::npos; };
+    if (step <= found.manifest.position.step ||
+        std::any_of(found.passed_over.begin(), found.passed_over.end(), named)) {
+      continue;
+    }
+    found.passed_over.push_back(folder +
+                                " is newer than what latest points to: its run ended before it was announced, or "
+                                "was taken back to an earlier step; --resume " +
+                                std::to_string(step) + " takes it.");
+  }
+}
+
 bool is_weight(const std::string& name) { return name.starts_with("master."); }
 
 }  // namespace
@@ -114,6 +130,7 @@ std::optional<FoundCheckpoint> find_checkpoint(Transport& transport, const std::
     if (verdict.manifest && (verdict.manifest->finite || wanted != kLatest)) {
       found.folder = folder;
       found.manifest = std::move(*verdict.manifest);
+      if (wanted == kLatest) note_newer(dir, found);
       return found;
     }
     found.passed_over.push_back(verdict.manifest ? folder + " holds weights that are not finite." : verdict.refusal);

@@ -249,7 +249,10 @@ TEST_CASE("a pointer that is damaged or gone, and unfinished folders, do not hid
   fs::remove(pointer);
   CHECK(find(store, "latest").found->manifest.position.step == 2);
   put(pointer, "step_00000001\n");  // 2 was published, and its run died before it said so
-  CHECK(find(store, "latest").found->manifest.position.step == 1);
+  const Finding announced = find(store, "latest");
+  CHECK(announced.found->manifest.position.step == 1);
+  REQUIRE(announced.found->passed_over.size() == 1);
+  CHECK_THAT(announced.found->passed_over[0], ContainsSubstring(path_in(store, "step_00000002") + " is newer than"));
   put(pointer, "step_00000007\n");
   CHECK(find(store, "latest").found->manifest.position.step == 2);
   fs::create_directories(path_in(store, "step_00000009.tmp"));
