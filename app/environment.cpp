@@ -9,6 +9,8 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "kernels/backend.h"
+
 namespace qe {
 namespace {
 
@@ -42,16 +44,17 @@ std::string version_text() { return std::string("qeffect ") + QE_VERSION; }
 std::string environment_json() {
   utsname os{};
   ::uname(&os);
-  const nlohmann::ordered_json out{{"qeffect", QE_VERSION},
-                                   {"host", os.nodename},
-                                   {"os", std::string(os.sysname) + " " + os.release},
-                                   {"cpu", cpu_model()},
-                                   {"cpu_threads", std::thread::hardware_concurrency()},
-                                   {"compiler", __VERSION__},
-                                   {"mpi", mpi_version()},
-                                   {"nlohmann_json", nlohmann::json::meta()["version"]["string"]},
-                                   {"cli11", CLI11_VERSION},
-                                   {"xxhash", dotted(XXH_versionNumber())}};
+  nlohmann::ordered_json out{{"qeffect", QE_VERSION},
+                             {"host", os.nodename},
+                             {"os", std::string(os.sysname) + " " + os.release},
+                             {"cpu", cpu_model()},
+                             {"cpu_threads", std::thread::hardware_concurrency()},
+                             {"compiler", __VERSION__},
+                             {"mpi", mpi_version()},
+                             {"nlohmann_json", nlohmann::json::meta()["version"]["string"]},
+                             {"cli11", CLI11_VERSION},
+                             {"xxhash", dotted(XXH_versionNumber())}};
+  for (const auto& [library, version] : library_versions()) out[library] = version;
   return out.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
 }
 

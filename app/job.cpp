@@ -197,6 +197,9 @@ Ending run_body(const Config& config, const JobBody& body, Watchdog& watchdog) {
     } catch (const CheckpointError& e) {  // as above
       if (rank == 0) print_error(e.what());
       code = static_cast<int>(e.exit_code());
+    } catch (const AgreedError& e) {
+      if (rank == 0) print_error(e.what());
+      code = static_cast<int>(e.exit_code());
     }
     leave_together(board);
     return {code, board.other_host().empty()};

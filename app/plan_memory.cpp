@@ -18,9 +18,12 @@ class NoGraph final : public Graph {
 // Every address is given once and never read; whatever is enqueued is dropped.
 class CountingDevice final : public Device {
  public:
+  explicit CountingDevice(bool runs_captures) : runs_captures_(runs_captures) {}
+
   [[nodiscard]] std::string description() const override { return "a plan"; }
   std::unique_ptr<Stream> make_stream(const std::string&) override { return std::make_unique<NoStream>(); }
   std::unique_ptr<Event> make_event() override { return std::make_unique<NoEvent>(); }
+  std::unique_ptr<Event> make_timed_event() override { return make_event(); }
 
   Buffer allocate(std::size_t bytes, MemoryKind kind) override {
     if (bytes == 0) return Buffer(*this, nullptr, 0, kind);
@@ -32,6 +35,7 @@ class CountingDevice final : public Device {
   }
   [[nodiscard]] std::array<std::size_t, kMemoryKinds> memory_by_kind() const override { return bytes_; }
   [[nodiscard]] std::size_t memory_peak() const override { return peak_; }
+  [[nodiscard]] MemoryPool memory_pool() const override { return {}; }
 
   void copy(Stream&, void*, const void*, std::size_t) override {}
   void zero(Stream&, void*, std::size_t) override {}
@@ -40,9 +44,13 @@ class CountingDevice final : public Device {
   void host_call(Stream&, std::function<void()>) override {}
   void record(Event&, Stream&) override {}
   void wait(Stream&, const Event&) override {}
+  double elapsed_ms(const Event&, const Event&) override { return 0.0; }
   void synchronize(Stream&) override {}
   void synchronize() override {}
-  std::unique_ptr<Graph> capture(Stream&, const std::function<void()>&) override { return std::make_unique<NoGraph>(); }
+  std::unique_ptr<Graph> capture(Stream&, const std::function<void()>& body) override {
+    if (runs_captures_) body();
+    return std::make_unique<NoGraph>();
+  }
   void launch(Graph&, Stream&) override {}
 
  private:
@@ -51,14 +59,17 @@ class CountingDevice final : public Device {
     bytes_[static_cast<std::size_t>(kind)] -= bytes;
   }
 
+  const bool runs_captures_;  // else what a graph would hold is not even asked for
   std::uintptr_t next_ = kAlignment;
   std::array<std::size_t, kMemoryKinds> bytes_{};
   std::size_t peak_ = 0;
 };
 
-// Arithmetic on addresses that are never read.
+// Arithmetic on addresses that are never read; products are noted if somebody wants to know them.
 class NoArithmetic final : public Ops {
  public:
+  explicit NoArithmetic(std::vector<GemmArgs>* products) : products_(products) {}
+
   void embedding_forward(Stream&, const EmbeddingForwardArgs&) override {}
   void embedding_backward(Stream&, const EmbeddingBackwardArgs&) override {}
   void layernorm_quantize(Stream&, const LayerNormArgs&) override {}
@@ -67,7 +78,9 @@ class NoArithmetic final : public Ops {
   void quantize_weight(Stream&, const QuantizeWeightArgs&) override {}
   void dynamic_scale(Stream&, const DynamicScaleArgs&) override {}
   void cast(Stream&, const Tensor&, const Tensor&) override {}
-  void gemm(Stream&, const GemmArgs&) override {}
+  void gemm(Stream&, const GemmArgs& args) override {
+    if (products_ != nullptr) products_->push_back(args);
+  }
   void gelu_quantize(Stream&, const GeluArgs&) override {}
   void gelu_backward_quantize_bias(Stream&, const GeluBackwardArgs&) override {}
   void attention_forward(Stream&, const AttentionArgs&) override {}
@@ -78,7 +91,17 @@ class NoArithmetic final : public Ops {
   void gradient_norm(Stream&, const GradientNormArgs&) override {}
   void clip_factor(Stream&, const ClipArgs&) override {}
   void adamw(Stream&, const AdamWArgs&) override {}
+
+ private:
+  std::vector<GemmArgs>* products_;
 };
+
+PipelineRank dry_rank(CountingDevice& device, NoArithmetic& ops, PlaceInJob& place, RankConfig config,
+                      const RankPlan& plan) {
+  config.initialize = false;
+  config.hooks = nullptr;
+  return {device, ops, place, config, plan, nullptr};
+}
 
 }  // namespace
 
@@ -87,18 +110,29 @@ std::size_t RankFootprint::total() const noexcept {
 }
 
 RankFootprint lay_out(const RankConfig& config, const RankPlan& plan, int rank, int replicas) {
-  RankConfig dry = config;
-  dry.initialize = false;
-  CountingDevice device;
-  NoArithmetic ops;
+  CountingDevice device(false);
+  NoArithmetic ops(nullptr);
   PlaceInJob place(rank, plan.schedule.shape.ranks, replicas);
-  const PipelineRank built(device, ops, place, dry, plan, nullptr);
+  const PipelineRank built = dry_rank(device, ops, place, config, plan);
   RankFootprint footprint;
   footprint.bytes = device.memory_by_kind();
   footprint.graphs = built.counts().graphs;
   footprint.first_write_graphs = built.counts().first_write_graphs;
   footprint.refresh_graphs = built.counts().refresh_graphs;
   return footprint;
+}
+
+std::vector<GemmArgs> matrix_products(const RankConfig& config, const RankPlan& plan, int replicas) {
+  RankConfig captured = config;
+  captured.captured = true;  // capture calls every unit once
+  std::vector<GemmArgs> products;
+  for (int rank = 0; rank < plan.schedule.shape.ranks; ++rank) {
+    CountingDevice device(true);
+    NoArithmetic ops(&products);
+    PlaceInJob place(rank, plan.schedule.shape.ranks, replicas);
+    (void)dry_rank(device, ops, place, captured, plan);
+  }
+  return products;
 }
 
 int PlaceInJob::rank(Group group) const { return group == Group::kData ? 0 : rank_; }

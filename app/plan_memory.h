@@ -21,6 +21,10 @@ struct RankFootprint {
 // Pipeline rank `rank` of a replica. Allocates no tensor memory.
 RankFootprint lay_out(const RankConfig&, const RankPlan&, int rank, int replicas);
 
+// Every matrix product that some rank of a replica computes, in no order and with doubles; only shapes, types, pitches
+// and additions mean something, the addresses do not.
+std::vector<GemmArgs> matrix_products(const RankConfig&, const RankPlan&, int replicas);
+
 // The place of a rank in a job, for a rank that is not run with others: reductions over one rank are done as they are;
 // messages and reductions over more are a bug.
 class PlaceInJob final : public Transport {

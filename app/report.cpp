@@ -40,6 +40,7 @@ Json json_of(const RankUsage& r) {
           {"weight_quantize_launches", r.weight_quantize_launches},
           {"peak_tapes", r.peak_tapes},
           {"capture_ms", finite_or_null(r.capture_ms)},
+          {"planned_bytes", r.planned_bytes},
           {"bytes_by_kind", bytes},
           {"peak_bytes", r.peak_bytes},
           {"end_bytes", r.end_bytes}};
@@ -163,6 +164,12 @@ void MetricsLog::write(const std::string& line) {
   }
 }
 
+Json gemm_json(const std::vector<GemmChoice>& choices) {
+  Json list = Json::array();
+  for (const GemmChoice& c : choices) list.push_back({{"product", c.product}, {"algorithm", c.algorithm}});
+  return list;
+}
+
 std::string report_json(const RunReport& r) {
   Json resources = Json::array();
   for (std::size_t rank = 0; rank < r.ranks.size(); ++rank) {
@@ -186,6 +193,7 @@ std::string report_json(const RunReport& r) {
             {"config", Json::parse(dump_config(r.config))},
             {"derived", {{"microbatches", r.config.microbatches()}, {"ranks", r.config.ranks()}}},
             {"environment", Json::parse(environment_json())},
+            {"gemm_choices", gemm_json(r.gemm_choices)},
             {"resumed", nullptr},
             {"init_from", r.init_from.empty() ? Json(nullptr) : Json(r.init_from)},
             {"steps", steps},

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <map>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "app/checkpoint/resume.h"
 #include "app/config.h"
 #include "app/data/ngram.h"
+#include "kernels/gemm_choice.h"
 
 namespace qe {
 
@@ -43,6 +45,7 @@ struct RankUsage {
   std::int64_t weight_quantize_launches = 0;
   int peak_tapes = 0;
   double capture_ms = 0;
+  std::int64_t planned_bytes = 0;                     // before the first was allocated
   std::map<std::string, std::int64_t> bytes_by_kind;  // at the end; keys are name_of(MemoryKind)
   std::int64_t peak_bytes = 0;
   std::int64_t end_bytes = 0;
@@ -92,6 +95,7 @@ struct RunReport {
   std::vector<SaveRecord> checkpoints;
   std::vector<RankUsage> ranks;
   std::vector<CheckResult> checks;
+  std::vector<GemmChoice> gemm_choices;  // empty on the CPU
 };
 
 // Model FLOPs of one token, forward and backward, no recomputation: 6 (L(4h² + 2hf) + Vh) + 6 L h T. Matrix products
@@ -123,6 +127,9 @@ class MetricsLog {
   std::string path_;
   std::FILE* file_;
 };
+
+// [{"product", "algorithm"}].
+nlohmann::ordered_json gemm_json(const std::vector<GemmChoice>&);
 
 // report.json of the directory, put in place by a rename. The text alone for tests.
 std::string report_json(const RunReport& report);

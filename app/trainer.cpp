@@ -33,6 +33,7 @@ nlohmann::json to_json(const RankUsage& u, const std::vector<double>& step_ms) {
           {"weight_quantize_launches", u.weight_quantize_launches},
           {"peak_tapes", u.peak_tapes},
           {"capture_ms", u.capture_ms},
+          {"planned_bytes", u.planned_bytes},
           {"bytes_by_kind", u.bytes_by_kind},
           {"peak_bytes", u.peak_bytes},
           {"end_bytes", u.end_bytes},
@@ -48,6 +49,7 @@ RankUsage usage_from(const nlohmann::json& j) {
   u.weight_quantize_launches = j.at("weight_quantize_launches").get<std::int64_t>();
   u.peak_tapes = j.at("peak_tapes").get<int>();
   u.capture_ms = j.at("capture_ms").get<double>();
+  u.planned_bytes = j.at("planned_bytes").get<std::int64_t>();
   u.bytes_by_kind = j.at("bytes_by_kind").get<std::map<std::string, std::int64_t>>();
   u.peak_bytes = j.at("peak_bytes").get<std::int64_t>();
   u.end_bytes = j.at("end_bytes").get<std::int64_t>();
@@ -105,10 +107,12 @@ void Trainer::start() {
   RankConfig rank_config = make_rank_config(config_);
   rank_config.initialize = !checkpoints_->has_start();
   rank_config.hooks = fault_hooks_ ? fault_hooks_.get() : &place_;
+  checked_ = check_start(rank_config, plan_, backend_, *transport_);
   rank_ = std::make_unique<PipelineRank>(*backend_.device, *backend_.ops, *transport_, rank_config, plan_, nullptr);
   position_ = checkpoints_->load(*rank_);
   begun_step_ = position_.step;
   sampler_.seek(position_.data);
+  report_.gemm_choices = checked_.gemms;
   report_.resumed = checkpoints_->resumed();
   if (report_.resumed) report_.init_from.clear();
   report_.skipped_steps = position_.skipped_steps;
@@ -345,6 +349,7 @@ RankUsage Trainer::usage() const {
   u.capture_ms = rank_->capture_seconds() * 1e3;
   const auto pipeline_rank = static_cast<std::size_t>(transport_->rank(Group::kPipeline));
   u.peak_tapes = resources(plan_.schedule).ranks.at(pipeline_rank).peak_tapes;
+  u.planned_bytes = static_cast<std::int64_t>(checked_.planned_bytes);
   const auto bytes = backend_.device->memory_by_kind();
   for (std::size_t k = 0; k < bytes.size(); ++k) {
     u.bytes_by_kind[name_of(static_cast<MemoryKind>(k))] = static_cast<std::int64_t>(bytes[k]);

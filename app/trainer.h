@@ -16,6 +16,7 @@
 #include "app/rank_place.h"
 #include "app/report.h"
 #include "app/run_directory.h"
+#include "app/start_check.h"
 #include "app/stop_signals.h"
 #include "core/runtime/pipeline_rank.h"
 #include "kernels/backend.h"
@@ -70,6 +71,7 @@ class Trainer {
   BatchSampler sampler_;
   StopSignals* signals_;
   std::unique_ptr<Checkpointer> checkpoints_;
+  StartCheck checked_;
   std::unique_ptr<PipelineRank> rank_;
   std::vector<std::int32_t> tokens_, targets_;  // [M, T]
   std::vector<double> step_ms_;

@@ -50,6 +50,13 @@ enum class MemoryKind : std::uint8_t {
 inline constexpr std::size_t kMemoryKinds = 9;
 const char* name_of(MemoryKind) noexcept;
 
+// Where a device's memory comes from.
+struct MemoryPool {
+  std::string name;           // alike for devices of one host that share it: "host", a card's PCI id
+  std::size_t free = 0;       // bytes that neither this process nor another holds
+  std::size_t workspace = 0;  // bytes that a stream takes with its first operation, once
+};
+
 class Device;
 
 // Owns device memory; move-only.
@@ -93,11 +100,13 @@ class Device {
 
   virtual std::unique_ptr<Stream> make_stream(const std::string& name) = 0;
   virtual std::unique_ptr<Event> make_event() = 0;
+  virtual std::unique_ptr<Event> make_timed_event() = 0;  // one whose record notes when the stream passed it
 
   // 256-byte aligned and zeroed before it returns. Throws DeviceError when memory is short.
   virtual Buffer allocate(std::size_t bytes, MemoryKind) = 0;
   [[nodiscard]] virtual std::array<std::size_t, kMemoryKinds> memory_by_kind() const = 0;  // bytes now
   [[nodiscard]] virtual std::size_t memory_peak() const = 0;                               // bytes, all kinds
+  [[nodiscard]] virtual MemoryPool memory_pool() const = 0;                                // now
 
   // Enqueued on the stream, capturable.
   virtual void copy(Stream&, void* to, const void* from, std::size_t bytes) = 0;  // device → device
@@ -111,8 +120,10 @@ class Device {
 
   virtual void record(Event&, Stream&) = 0;
   virtual void wait(Stream&, const Event&) = 0;  // the stream waits for the event's latest record
-  virtual void synchronize(Stream&) = 0;         // the host waits for all of the stream's work
-  virtual void synchronize() = 0;                // the host waits for all streams of this device
+  // Milliseconds between the latest records of two timed events, which the host has waited for.
+  virtual double elapsed_ms(const Event& from, const Event& to) = 0;
+  virtual void synchronize(Stream&) = 0;  // the host waits for all of the stream's work
+  virtual void synchronize() = 0;         // the host waits for all streams of this device
 
   // Runs body, which enqueues on the stream, and keeps what it enqueued instead of running it.
   // Nothing may be allocated and no other stream used inside.

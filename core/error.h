@@ -57,6 +57,10 @@ struct NonFiniteError : Error {
 struct DeviceError : Error {
   explicit DeviceError(const std::string& m) : Error(ExitCode::kDevice, m) {}
 };
+// What every rank found alike, from what all told each other: said once, and the job ends in order.
+struct AgreedError : Error {
+  using Error::Error;
+};
 
 // Throws std::logic_error naming file and line: a bug of ours, never the user's.
 [[noreturn]] void expectation_failed(const char* condition, const char* why, const char* file, int line);

@@ -10,6 +10,7 @@
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/ipc_transport.h"
+#include "kernels/cuda/library_versions.h"
 #include "kernels/cuda/nccl_transport.h"
 #include "kernels/cuda/rank_binding.h"
 #include "kernels/wire/mpi_wire.h"
@@ -33,6 +34,13 @@ Backend make_cuda(int ordinal) {
   auto device = std::make_unique<CudaDevice>(ordinal);
   auto ops = std::make_unique<CudaOps>(*device);
   return {std::move(device), std::move(ops)};
+}
+
+std::map<std::string, std::string> cuda_versions() { return cuda::library_versions(); }
+
+std::vector<GemmChoice> choose_cuda_gemms(Backend& backend, std::span<const GemmArgs> products) {
+  auto* ops = dynamic_cast<CudaOps*>(backend.ops.get());
+  return ops == nullptr ? std::vector<GemmChoice>{} : ops->choose_gemms(products);
 }
 
 std::unique_ptr<Transport> make_cuda_transport(Device& device, int pipeline, int data, const WaitRule& rule,
@@ -60,6 +68,8 @@ std::optional<RankBinding> bind_to_gpu(const std::string& transport, int pipelin
 constexpr bool kHasCuda = false;
 bool sees_cuda_device() { return false; }
 Backend make_cuda(int) { refuse_cuda(); }
+std::map<std::string, std::string> cuda_versions() { return {}; }
+std::vector<GemmChoice> choose_cuda_gemms(Backend&, std::span<const GemmArgs>) { return {}; }
 std::unique_ptr<Transport> make_cuda_transport(Device&, int, int, const WaitRule&, const std::string&) {
   refuse_cuda();
 }
@@ -88,6 +98,12 @@ Backend make_backend(const std::string& name, int ordinal) {
     return {std::move(device), std::move(ops)};
   }
   throw ConfigError("execution.backend is '" + name + "', which is not a backend; use cpu, cuda or auto");
+}
+
+std::map<std::string, std::string> library_versions() { return cuda_versions(); }
+
+std::vector<GemmChoice> choose_gemms(Backend& backend, std::span<const GemmArgs> products) {
+  return choose_cuda_gemms(backend, products);
 }
 
 RankBinding bind_rank(const std::string& backend, const std::string& transport, int pipeline, int data,

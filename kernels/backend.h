@@ -1,12 +1,16 @@
 // Makes the backend that a config names. The only room that knows which backends were built.
 #pragma once
 
+#include <map>
 #include <memory>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "core/device.h"
 #include "core/ops.h"
 #include "core/transport.h"
+#include "kernels/gemm_choice.h"
 #include "kernels/wire/host_wait.h"
 
 namespace qe {
@@ -19,6 +23,14 @@ struct Backend {
 // "cpu", "cuda" or "auto": cuda where it was built and the process sees a GPU, else cpu. `ordinal`: which of those
 // GPUs. Throws ConfigError when the backend was not built in, DeviceError when it has no usable device.
 Backend make_backend(const std::string& name, int ordinal = 0);
+
+// Chooses how products of these shapes, types, pitches and additions are computed (their addresses mean nothing), keeps
+// it for the Ops, and says it: without doubles, sorted, the same in every process with the same card and libraries.
+// Empty on the CPU, which has one way. Throws DeviceError that lists every product that cannot be computed.
+std::vector<GemmChoice> choose_gemms(Backend&, std::span<const GemmArgs> products);
+
+// Of the libraries that this build's backends use, by name; empty for the CPU's.
+std::map<std::string, std::string> library_versions();
 
 // Throws ConfigError when this build has no backend that `backend` and `transport` ask for by name. Needs no device, so
 // that a job is refused before it starts.

@@ -12,6 +12,7 @@
 #include "app/pipeline_plan.h"
 #include "app/rank_place.h"
 #include "app/report.h"
+#include "app/start_check.h"
 #include "core/error.h"
 #include "core/random.h"
 
@@ -40,16 +41,21 @@ struct StepTimes {
   std::vector<std::vector<double>> rank;  // [ranks][steps]; on every rank
   std::int64_t graphs = 0;
   std::int64_t peak_bytes = 0;
+  StartCheck checked;
+  std::int64_t taken_bytes = 0;  // of the device's memory since before the first tensor, graphs included
 };
 
 StepTimes time_steps(const Config& config, Backend& backend, Transport& transport, const BenchOptions& options,
                      JobBoard* board) {
   StepTimes times;
   auto start = Clock::now();
+  const RankPlan plan = make_rank_plan(config);
   RankPlace place(board);
   RankConfig rank_config = make_rank_config(config);
   rank_config.hooks = &place;
-  PipelineRank rank(*backend.device, *backend.ops, transport, rank_config, make_rank_plan(config), nullptr);
+  const std::size_t free_before = backend.device->memory_pool().free;
+  times.checked = check_start(rank_config, plan, backend, transport);
+  PipelineRank rank(*backend.device, *backend.ops, transport, rank_config, plan, nullptr);
   times.start_ms = ms_since(start);
   const std::vector<std::int32_t> tokens = random_tokens(config, 0), targets = random_tokens(config, 1);
   std::vector<double> mine;
@@ -65,6 +71,8 @@ StepTimes time_steps(const Config& config, Backend& backend, Transport& transpor
   for (const std::string& text : transport.exchange(Json(mine).dump(), Group::kWorld)) {
     times.rank.push_back(Json::parse(text).get<std::vector<double>>());
   }
+  times.taken_bytes =
+      static_cast<std::int64_t>(free_before) - static_cast<std::int64_t>(backend.device->memory_pool().free);
   times.graphs = rank.counts().graphs;
   times.peak_bytes = static_cast<std::int64_t>(backend.device->memory_peak());
   return times;
@@ -127,9 +135,18 @@ int run_bench(const Config& config, const BenchOptions& options, JobBoard* board
       std::printf("%s | step %.3f ms (median of %d, slowest rank) | %.0f tok/s | %.2f TFLOP/s | first step %.1f ms\n",
                   backend.device->description().c_str(), median, options.steps, tokens, tflops, times.first_ms);
     }
-    result["steps"] = {{"median_ms", median},        {"tokens_per_s", tokens},     {"tflop_per_s", tflops},
-                       {"start_ms", times.start_ms}, {"first_ms", times.first_ms}, {"warmup", options.warmup},
-                       {"rank_ms", times.rank},      {"graphs", times.graphs},     {"peak_bytes", times.peak_bytes}};
+    result["steps"] = {{"median_ms", median},
+                       {"tokens_per_s", tokens},
+                       {"tflop_per_s", tflops},
+                       {"start_ms", times.start_ms},
+                       {"first_ms", times.first_ms},
+                       {"warmup", options.warmup},
+                       {"rank_ms", times.rank},
+                       {"graphs", times.graphs},
+                       {"peak_bytes", times.peak_bytes},
+                       {"planned_bytes", times.checked.planned_bytes},
+                       {"taken_bytes", times.taken_bytes}};
+    result["gemm_choices"] = gemm_json(times.checked.gemms);
   }
   if (options.ops && leads) {  // nothing collective comes after, so that no rank waits for this one
     result["ops"] = Json::array();

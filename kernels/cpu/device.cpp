@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <fstream>
 #include <thread>
 #include <utility>
 #include <variant>
@@ -29,6 +30,16 @@ using Work = std::function<void()>;
 // Bytes of the machine. Linux promises more and kills who uses it.
 std::size_t host_memory() {
   return static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+}
+
+// Without swapping, as far as the system tells.
+std::size_t available_memory() {
+  std::ifstream info("/proc/meminfo");
+  std::string key;
+  for (std::size_t kibibytes = 0; info >> key >> kibibytes; info.ignore(80, '\n')) {
+    if (key == "MemAvailable:") return kibibytes << 10;
+  }
+  return host_memory();
 }
 
 double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
@@ -93,8 +104,11 @@ class CpuDevice::CpuStream final : public Stream {
 
 class CpuDevice::CpuEvent final : public Event {
  public:
+  explicit CpuEvent(bool is_timed) : timed(is_timed) {}
+  const bool timed;
   std::shared_ptr<Queue> on;  // null before the first record
   std::uint64_t position = 0;
+  std::shared_ptr<Clock::time_point> passed;  // of the latest record of a timed event
 };
 
 class CpuDevice::CpuGraph final : public Graph {
@@ -130,7 +144,10 @@ std::unique_ptr<Stream> CpuDevice::make_stream(const std::string& name) {
   return std::make_unique<CpuStream>(std::move(queue));
 }
 
-std::unique_ptr<Event> CpuDevice::make_event() { return std::make_unique<CpuEvent>(); }
+std::unique_ptr<Event> CpuDevice::make_event() { return std::make_unique<CpuEvent>(false); }
+std::unique_ptr<Event> CpuDevice::make_timed_event() { return std::make_unique<CpuEvent>(true); }
+
+MemoryPool CpuDevice::memory_pool() const { return {"host", available_memory(), 0}; }
 
 Buffer CpuDevice::allocate(std::size_t bytes, MemoryKind kind) {
   QE_EXPECTS(capture_ == nullptr, "memory cannot be allocated inside a capture");
@@ -176,6 +193,10 @@ void CpuDevice::upload(Stream& s, void* to, const void* host_from, std::size_t b
 void CpuDevice::record(Event& event, Stream& s) {
   QE_EXPECTS(capture_ == nullptr, "an event cannot be recorded inside a capture");
   auto& e = static_cast<CpuEvent&>(event);
+  if (e.timed) {
+    e.passed = std::make_shared<Clock::time_point>();
+    enqueue(s, [at = e.passed] { *at = Clock::now(); });
+  }
   e.position = queue_of(s).enqueued;
   e.on = static_cast<CpuStream&>(s).queue();
 }
@@ -187,6 +208,13 @@ void CpuDevice::wait(Stream& s, const Event& event) {
   if (e.on == nullptr || e.on->completed >= e.position) return;
   queue.push(Queue::Wait{e.on, e.position});
   if (policy_ == DrainPolicy::kImmediate) pump();
+}
+
+double CpuDevice::elapsed_ms(const Event& from, const Event& to) {
+  const auto& a = static_cast<const CpuEvent&>(from);
+  const auto& b = static_cast<const CpuEvent&>(to);
+  QE_EXPECTS(a.passed && b.passed, "both events are timed and recorded");
+  return std::chrono::duration<double, std::milli>(*b.passed - *a.passed).count();
 }
 
 void CpuDevice::synchronize(Stream& s) {

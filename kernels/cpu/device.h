@@ -47,9 +47,11 @@ class CpuDevice final : public Device {
   [[nodiscard]] std::string description() const override;
   std::unique_ptr<Stream> make_stream(const std::string& name) override;
   std::unique_ptr<Event> make_event() override;
+  std::unique_ptr<Event> make_timed_event() override;
   Buffer allocate(std::size_t bytes, MemoryKind) override;
   [[nodiscard]] std::array<std::size_t, kMemoryKinds> memory_by_kind() const override { return bytes_; }
   [[nodiscard]] std::size_t memory_peak() const override { return peak_; }
+  [[nodiscard]] MemoryPool memory_pool() const override;
 
   void copy(Stream&, void* to, const void* from, std::size_t bytes) override;
   void zero(Stream&, void* data, std::size_t bytes) override;
@@ -58,6 +60,7 @@ class CpuDevice final : public Device {
   void host_call(Stream&, std::function<void()>) override;
   void record(Event&, Stream&) override;
   void wait(Stream&, const Event&) override;
+  double elapsed_ms(const Event& from, const Event& to) override;
   void synchronize(Stream&) override;
   void synchronize() override;
   std::unique_ptr<Graph> capture(Stream&, const std::function<void()>& body) override;

@@ -40,6 +40,10 @@ void CudaOps::cast(Stream& s, const Tensor& from, const Tensor& to) {
   run("cast", cuda::cast, device_.launch_on(s), from, to);
 }
 void CudaOps::gemm(Stream& s, const GemmArgs& a) { gemms_.run(device_.launch_on(s), device_.gemm_workspace(s), a); }
+std::vector<GemmChoice> CudaOps::choose_gemms(std::span<const GemmArgs> products) {
+  gemms_.prepare(products, CudaDevice::kGemmWorkspaceBytes);
+  return gemms_.choices();
+}
 void CudaOps::gelu_quantize(Stream& s, const GeluArgs& a) {
   run("gelu_quantize", cuda::gelu_quantize, device_.launch_on(s), a);
 }

@@ -32,7 +32,8 @@ class CudaOps final : public Ops {
   void clip_factor(Stream&, const ClipArgs&) override;
   void adamw(Stream&, const AdamWArgs&) override;
 
-  [[nodiscard]] const cuda::GemmPlans& gemm_plans() const noexcept { return gemms_; }
+  // As choose_gemms() of kernels/backend.h.
+  std::vector<GemmChoice> choose_gemms(std::span<const GemmArgs>);
 
  private:
   CudaDevice& device_;

@@ -16,7 +16,7 @@ namespace qe {
 
 namespace {
 
-constexpr std::size_t kGemmWorkspaceBytes = std::size_t{32} << 20;
+constexpr std::size_t kStreamBytes = cuda::kScratchBytes + CudaDevice::kGemmWorkspaceBytes;
 // Of up to this many host bytes the driver takes a copy inside the call; of more it does not promise to.
 constexpr std::size_t kCopiedInCall = std::size_t{64} << 10;
 
@@ -84,9 +84,9 @@ class CudaDevice::CudaStream final : public Stream {
 
 class CudaDevice::CudaEvent final : public Event {
  public:
-  CudaEvent() {
+  explicit CudaEvent(unsigned flags) {
     cudaEvent_t event = nullptr;
-    QE_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    QE_CUDA_CHECK(cudaEventCreateWithFlags(&event, flags));
     handle_.reset(event);
   }
   [[nodiscard]] cudaEvent_t handle() const noexcept { return handle_.get(); }
@@ -221,7 +221,11 @@ std::unique_ptr<Stream> CudaDevice::make_stream(const std::string& name) {
 }
 std::unique_ptr<Event> CudaDevice::make_event() {
   expect_no_capture();
-  return std::make_unique<CudaEvent>();
+  return std::make_unique<CudaEvent>(cudaEventDisableTiming);
+}
+std::unique_ptr<Event> CudaDevice::make_timed_event() {
+  expect_no_capture();
+  return std::make_unique<CudaEvent>(cudaEventDefault);
 }
 
 Buffer CudaDevice::allocate(std::size_t bytes, MemoryKind kind) {
@@ -244,6 +248,14 @@ void CudaDevice::deallocate(void* data, std::size_t bytes, MemoryKind kind) noex
   (void)cudaFree(data);
   bytes_[static_cast<std::size_t>(kind)] -= bytes;
   total_ -= bytes;
+}
+
+MemoryPool CudaDevice::memory_pool() const {
+  char pci[32];
+  QE_CUDA_CHECK(cudaDeviceGetPCIBusId(pci, sizeof pci, ordinal_));
+  std::size_t free = 0, total = 0;
+  QE_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  return {pci, free, kStreamBytes};
 }
 
 void CudaDevice::out_of_memory(std::size_t bytes, MemoryKind kind) const {
@@ -307,6 +319,11 @@ void CudaDevice::wait(Stream& s, const Event& e) {
   expect_no_capture();
   QE_CUDA_CHECK(cudaStreamWaitEvent(stream_of(s).handle(), native(e), 0));
 }
+double CudaDevice::elapsed_ms(const Event& from, const Event& to) {
+  float ms = 0.0f;
+  QE_CUDA_CHECK(cudaEventElapsedTime(&ms, native(from), native(to)));
+  return static_cast<double>(ms);
+}
 void CudaDevice::synchronize(Stream& s) {
   expect_no_capture();
   stream_of(s).synchronize();
@@ -350,7 +367,7 @@ void CudaDevice::launch(Graph& g, Stream& s) {
 
 void CudaDevice::make_workspace(CudaStream& stream) {
   if (stream.launch) return;
-  stream.workspace = allocate(cuda::kScratchBytes + kGemmWorkspaceBytes, MemoryKind::kWorkspace);
+  stream.workspace = allocate(kStreamBytes, MemoryKind::kWorkspace);
   const cuda::Scratch scratch{stream.workspace.data(), cuda::kScratchBytes};
   stream.launch.emplace(cuda::Launch{stream.handle(), scratch, *tables_, multiprocessors_});
 }

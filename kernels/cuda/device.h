@@ -30,9 +30,11 @@ class CudaDevice final : public Device {
   [[nodiscard]] std::string description() const override { return description_; }
   std::unique_ptr<Stream> make_stream(const std::string& name) override;
   std::unique_ptr<Event> make_event() override;
+  std::unique_ptr<Event> make_timed_event() override;
   Buffer allocate(std::size_t bytes, MemoryKind) override;
   [[nodiscard]] std::array<std::size_t, kMemoryKinds> memory_by_kind() const override { return bytes_; }
   [[nodiscard]] std::size_t memory_peak() const override { return peak_; }
+  [[nodiscard]] MemoryPool memory_pool() const override;
 
   void copy(Stream&, void* to, const void* from, std::size_t bytes) override;
   void zero(Stream&, void* data, std::size_t bytes) override;
@@ -42,6 +44,7 @@ class CudaDevice final : public Device {
   void host_call(Stream&, std::function<void()>) override;
   void record(Event&, Stream&) override;
   void wait(Stream&, const Event&) override;
+  double elapsed_ms(const Event& from, const Event& to) override;
   void synchronize(Stream&) override;
   void synchronize() override;
   std::unique_ptr<Graph> capture(Stream&, const std::function<void()>& body) override;
@@ -50,6 +53,7 @@ class CudaDevice final : public Device {
   // For operations. The memory of a stream's first operation or capture is allocated then, 96 MiB, and never moves;
   // streams that only carry messages have none.
   const cuda::Launch& launch_on(Stream&);
+  static constexpr std::size_t kGemmWorkspaceBytes = std::size_t{32} << 20;
   cuda::Scratch gemm_workspace(Stream&);
 
   // For transports. While one is set, the host waits for a stream through it: it calls done() until that is true, or

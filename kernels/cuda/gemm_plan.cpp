@@ -1,8 +1,7 @@
 #include "kernels/cuda/gemm_plan.h"
 
-#include <xxhash.h>
-
 #include <cstdio>
+#include <set>
 #include <utility>
 
 #include "core/error.h"
@@ -122,8 +121,8 @@ std::string hex(const cublasLtMatmulAlgo_t& algorithm) {
   std::string text;
   for (const std::uint64_t word : algorithm.data) {
     char digits[20];
-    std::snprintf(digits, sizeof digits, " %016llx", static_cast<unsigned long long>(word));
-    text += digits;
+    std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(word));
+    text += (text.empty() ? "" : " ") + std::string(digits);
   }
   return text;
 }
@@ -170,7 +169,7 @@ std::string to_string(const GemmKey& key) {
 
 struct GemmPlans::Plan {
   explicit Plan(const GemmKey&);
-  void choose_algorithm(cublasLtHandle_t, const GemmKey&, const Scratch& workspace);
+  void choose_algorithm(cublasLtHandle_t, const GemmKey&, std::size_t workspace_bytes);
 
   DescHandle desc;  // its pointers are set anew for every call
   LayoutHandle a, b, c, d;
@@ -198,13 +197,14 @@ GemmPlans::Plan::Plan(const GemmKey& key) {
   d = layout(key.d, key.m, key.n, key.d_pitch);
 }
 
-void GemmPlans::Plan::choose_algorithm(cublasLtHandle_t handle, const GemmKey& key, const Scratch& workspace) {
-  // The workspace stands for every pointer, so that no call's addresses enter the question.
-  set_pointers(desc, key, workspace.data, workspace.data, workspace.data);
+void GemmPlans::Plan::choose_algorithm(cublasLtHandle_t handle, const GemmKey& key, std::size_t workspace_bytes) {
+  // One made-up address stands for every pointer, so that no call's addresses enter the question.
+  const void* aligned = reinterpret_cast<const void*>(std::uintptr_t{kAlignment});
+  set_pointers(desc, key, aligned, aligned, aligned);
   cublasLtMatmulPreference_t made = nullptr;
   QE_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&made));
   const PreferenceHandle preference(made);
-  set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, std::uint64_t{workspace.bytes});
+  set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, std::uint64_t{workspace_bytes});
   set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, kReductions);
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, kAlignment);
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, kAlignment);
@@ -223,11 +223,11 @@ void GemmPlans::Plan::choose_algorithm(cublasLtHandle_t handle, const GemmKey& k
 GemmPlans::GemmPlans() { QE_CUBLAS_CHECK(cublasLtCreate(&handle_)); }
 GemmPlans::~GemmPlans() { (void)cublasLtDestroy(handle_); }
 
-GemmPlans::Plan& GemmPlans::plan_for(const GemmKey& key, const Scratch& workspace) {
+GemmPlans::Plan& GemmPlans::plan_for(const GemmKey& key, std::size_t workspace_bytes) {
   std::unique_ptr<Plan>& plan = plans_[key];
   if (!plan) {
     auto made = std::make_unique<Plan>(key);
-    made->choose_algorithm(handle_, key, workspace);
+    made->choose_algorithm(handle_, key, workspace_bytes);
     plan = std::move(made);
   }
   return *plan;
@@ -236,7 +236,7 @@ GemmPlans::Plan& GemmPlans::plan_for(const GemmKey& key, const Scratch& workspac
 void GemmPlans::run(const Launch& launch, const Scratch& workspace, const GemmArgs& args) {
   const GemmKey key(args);
   check(args, key);
-  const Plan& plan = plan_for(key, workspace);
+  const Plan& plan = plan_for(key, workspace.bytes);
   std::pair<const float*, const float*> scales{args.a_scale_inv.as<float>(), args.b_scale_inv.as<float>()};
   if (key.scale_blocks > 1) scales = expand_scales(launch, key, args);
   set_pointers(plan.desc, key, scales.first, scales.second, args.bias.data);
@@ -249,17 +249,27 @@ void GemmPlans::run(const Launch& launch, const Scratch& workspace, const GemmAr
   if (status != CUBLAS_STATUS_SUCCESS) refuse(key, "failed to run", status);
 }
 
-std::string GemmPlans::table() const {
-  std::string text = "cuBLASLt " + std::to_string(cublasLtGetVersion()) + "\n";
-  for (const auto& [key, plan] : plans_) {
-    if (plan) text += to_string(key) + ":" + hex(plan->algorithm) + "\n";
+void GemmPlans::prepare(std::span<const GemmArgs> products, std::size_t workspace_bytes) {
+  std::set<std::string> refusals;
+  for (const GemmArgs& args : products) {
+    try {
+      (void)plan_for(GemmKey(args), workspace_bytes);
+    } catch (const DeviceError& e) {
+      refusals.insert(e.what());
+    }
   }
-  return text;
+  if (refusals.empty()) return;
+  std::string text = "The config needs matrix products that this GPU's library does not have:";
+  for (const std::string& refusal : refusals) text += "\n  " + refusal;
+  throw DeviceError(text);
 }
 
-std::uint64_t GemmPlans::digest() const {
-  const std::string text = table();
-  return XXH3_64bits(text.data(), text.size());
+std::vector<GemmChoice> GemmPlans::choices() const {
+  std::vector<GemmChoice> all;
+  for (const auto& [key, plan] : plans_) {
+    if (plan) all.push_back({to_string(key), hex(plan->algorithm)});
+  }
+  return all;
 }
 
 }  // namespace qe::cuda

@@ -11,10 +11,13 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "core/ops_args.h"
 #include "kernels/cuda/launch.h"
+#include "kernels/gemm_choice.h"
 
 namespace qe::cuda {
 
@@ -45,13 +48,16 @@ class GemmPlans {
   // Throws DeviceError, naming the product, where cuBLASLt has no algorithm for it.
   void run(const Launch&, const Scratch& workspace, const GemmArgs& args);
 
-  // The choices so far, one line a product, sorted; ranks and runs compare the digest.
-  [[nodiscard]] std::string table() const;
-  [[nodiscard]] std::uint64_t digest() const;
+  // Makes the plans before they are needed: reads shapes, types, pitches and additions, no memory. `workspace_bytes` as
+  // in run(). Throws DeviceError that lists every product that cuBLASLt has no algorithm for.
+  void prepare(std::span<const GemmArgs>, std::size_t workspace_bytes);
+
+  // The choices so far, sorted by product.
+  [[nodiscard]] std::vector<GemmChoice> choices() const;
 
  private:
   struct Plan;
-  Plan& plan_for(const GemmKey&, const Scratch& workspace);
+  Plan& plan_for(const GemmKey&, std::size_t workspace_bytes);
 
   cublasLtHandle_t handle_ = nullptr;
   std::map<GemmKey, std::unique_ptr<Plan>> plans_;

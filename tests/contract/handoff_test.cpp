@@ -30,9 +30,12 @@ class EdgeRecorder final : public Device {
   void wait(Stream& s, const Event& e) override { note("wait", e, s); }
 
   // A hand-off uses nothing else of a device.
+  std::unique_ptr<Event> make_timed_event() override { unexpected(); }
+  double elapsed_ms(const Event&, const Event&) override { unexpected(); }
   Buffer allocate(std::size_t, MemoryKind) override { unexpected(); }
   [[nodiscard]] std::array<std::size_t, kMemoryKinds> memory_by_kind() const override { return {}; }
   [[nodiscard]] std::size_t memory_peak() const override { return 0; }
+  [[nodiscard]] MemoryPool memory_pool() const override { return {}; }
   void copy(Stream&, void*, const void*, std::size_t) override { unexpected(); }
   void zero(Stream&, void*, std::size_t) override { unexpected(); }
   void upload(Stream&, void*, const void*, std::size_t) override { unexpected(); }

@@ -1,0 +1,77 @@
+#include "app/start_check.h"
+
+#include <array>
+#include <set>
+
+#include "app/pipeline_plan.h"
+#include "app/plan_memory.h"
+#include "core/error.h"
+#include "kernels/cpu/cpu_ops.h"
+#include "kernels/cpu/thread_transport.h"
+#include "tests/catch.h"
+#include "tests/runtime/training_run.h"
+
+using namespace qe;
+using namespace qe::testing;
+
+namespace {
+
+const Overrides kTwoRanks{"pipeline.schedule=zbv", "pipeline.pipeline_model_parallel_size=2",
+                          "pipeline.virtual_pipeline_model_parallel_size=2"};
+
+// What each rank ended with: planned bytes, or the refusal.
+std::vector<std::string> start(const Config& config) {
+  ThreadWorld world(config.pipeline.pipeline_model_parallel_size, config.parallel.data);
+  std::vector<std::string> ends(static_cast<std::size_t>(config.ranks()));
+  run_ranks(world, [&](int rank) {
+    Backend backend = make_backend("cpu");
+    const auto transport = world.connect(rank, dynamic_cast<CpuDevice&>(*backend.device));
+    std::string& end = ends[static_cast<std::size_t>(rank)];
+    try {
+      const StartCheck check = check_start(make_rank_config(config), make_rank_plan(config), backend, *transport);
+      end = std::to_string(check.planned_bytes);
+      CHECK(check.gemms.empty());
+    } catch (const AgreedError& e) {
+      end = e.what();
+    }
+    transport->barrier(Group::kWorld);
+  });
+  return ends;
+}
+
+std::set<std::array<std::int64_t, 3>> shapes(const Config& config) {
+  std::set<std::array<std::int64_t, 3>> all;
+  for (const GemmArgs& g : matrix_products(make_rank_config(config), make_rank_plan(config), 1)) {
+    all.insert({g.d.shape.rows, g.d.shape.cols, g.a_transposed ? g.a.shape.rows : g.a.shape.cols});
+  }
+  return all;
+}
+
+}  // namespace
+
+TEST_CASE("a rank that fits is told how many bytes it will hold") {
+  const std::vector<std::string> ends = start(test_config(kTwoRanks));
+  REQUIRE(ends.size() == 2);
+  const Config config = test_config(kTwoRanks);
+  for (int r = 0; r < 2; ++r) {
+    const RankFootprint planned = lay_out(make_rank_config(config), make_rank_plan(config), r, 1);
+    CHECK(ends[static_cast<std::size_t>(r)] == std::to_string(planned.total()));
+  }
+}
+
+TEST_CASE("a model that does not fit is refused on every rank alike, before memory is taken") {
+  const std::vector<std::string> ends =
+      start(test_config(kTwoRanks + Overrides{"model.hidden_size=65536", "model.ffn_hidden_size=262144",
+                                              "model.num_attention_heads=1024", "gradients.placement=arena"}));
+  CHECK(ends[0] == ends[1]);
+  CHECK_THAT(ends[0], ContainsSubstring("Rank 0 needs") && ContainsSubstring("the 2 ranks there") &&
+                          ContainsSubstring("GiB free") && ContainsSubstring("gradients.placement accumulate") &&
+                          ContainsSubstring("optimizer.moments_dtype bf16"));
+}
+
+TEST_CASE("every rank knows the products of the whole model, in eager mode too") {
+  const auto alone = shapes(test_config({}));
+  CHECK(alone.size() > 10);
+  CHECK(shapes(test_config(kTwoRanks)) == alone);
+  CHECK(shapes(test_config(kTwoRanks + Overrides{"execution.mode=eager"})) == alone);
+}
