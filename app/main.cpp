@@ -78,7 +78,8 @@ int bench(const CommandLine& line) {
     expect_faults_allowed(config, false);
     const BenchOptions& o = line.bench;
     return JobStart{config, "bench\n" + text_of(config) + "--steps " + std::to_string(o.steps) + "\n--warmup " +
-                                std::to_string(o.warmup) + "\n--ops " + (o.ops ? "on" : "off")};
+                                std::to_string(o.warmup) + "\n--ops " + (o.ops ? "on" : "off") + "\n--timeline " +
+                                (o.timeline.empty() ? "off" : "on")};
   };
   return run_job(
       prepare, [&](const Config& config, JobBoard* board) { return run_bench(config, line.bench, board, line.text); });
@@ -138,6 +139,7 @@ void declare_options(CLI::App& app, CommandLine& line) {
       ->capture_default_str();
   bench->add_flag("--ops", line.bench.ops, "Also time each operation at the config's shapes");
   bench->add_option("--output", line.bench.output, "Write the results as JSON");
+  bench->add_option("--timeline", line.bench.timeline, "Watch one more step and write it as a Chrome trace");
 
   CLI::App* tokenize = app.add_subcommand("tokenize", "Turn text files into a token file of bytes (vocabulary 257)");
   tokenize->add_option("--input", line.tokenize.inputs, "Text files, one document each")->required();

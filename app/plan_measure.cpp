@@ -193,7 +193,8 @@ class Laboratory {
   double measure_optimizer() {
     const RankConfig config = make_rank_config(config_);
     const ParameterList model = model_parameters(config.stage);
-    Optimizer optimizer(*backend_.device, *backend_.ops, alone_, config.optimizer, rank_.stages(), model, nullptr);
+    Optimizer optimizer(*backend_.device, *backend_.ops, alone_, config.optimizer, rank_.stages(), model, nullptr,
+                        nullptr);
     std::int64_t parameters = 0;
     for (const Parameter& p : model) parameters += p.real_rows * p.shape.cols;
     std::uint32_t step = 0;

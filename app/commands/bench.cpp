@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "app/bench/op_times.h"
+#include "app/bench/step_times.h"
 #include "app/commands/commands.h"
 #include "app/environment.h"
 #include "app/pipeline_plan.h"
@@ -41,6 +42,7 @@ struct StepTimes {
   std::vector<std::vector<double>> rank;  // [ranks][steps]; on every rank
   std::int64_t graphs = 0;
   std::int64_t peak_bytes = 0;
+  std::vector<std::vector<StepTimeline::Piece>> pieces;  // [ranks]; of a step after those, empty unless asked for
   StartCheck checked;
   std::int64_t taken_bytes = 0;  // of the device's memory since before the first tensor, graphs included
 };
@@ -53,6 +55,8 @@ StepTimes time_steps(const Config& config, Backend& backend, Transport& transpor
   RankPlace place(board);
   RankConfig rank_config = make_rank_config(config);
   rank_config.hooks = &place;
+  StepTimeline timeline(*backend.device);
+  rank_config.timeline = &timeline;
   const std::size_t free_before = backend.device->memory_pool().free;
   times.checked = check_start(rank_config, plan, backend, transport);
   PipelineRank rank(*backend.device, *backend.ops, transport, rank_config, plan, nullptr);
@@ -70,6 +74,15 @@ StepTimes time_steps(const Config& config, Backend& backend, Transport& transpor
   }
   for (const std::string& text : transport.exchange(Json(mine).dump(), Group::kWorld)) {
     times.rank.push_back(Json::parse(text).get<std::vector<double>>());
+  }
+  if (!options.timeline.empty()) {
+    timeline.watch(true);
+    transport.barrier(Group::kWorld);
+    rank.train_step(tokens, targets, config.training.lr,
+                    static_cast<std::uint32_t>(options.warmup + options.steps + 1));
+    for (const std::string& text : transport.exchange(to_text(timeline.pieces()), Group::kWorld)) {
+      times.pieces.push_back(pieces_from(text));
+    }
   }
   times.taken_bytes =
       static_cast<std::int64_t>(free_before) - static_cast<std::int64_t>(backend.device->memory_pool().free);
@@ -104,10 +117,10 @@ void print(const OpTime& t) {
   std::printf("\n");
 }
 
-void write(const std::string& path, const Json& result) {
+void write(const std::string& option, const std::string& path, const Json& result) {
   std::ofstream file(path);
   file << result.dump(2, ' ', false, Json::error_handler_t::replace) << '\n';
-  if (!file.flush()) throw UsageError("--output " + path + " cannot be written; name a file in a folder that exists.");
+  if (!file.flush()) throw UsageError(option + " " + path + " cannot be written; name a file in a folder that exists.");
 }
 
 }  // namespace
@@ -147,6 +160,11 @@ int run_bench(const Config& config, const BenchOptions& options, JobBoard* board
                        {"planned_bytes", times.checked.planned_bytes},
                        {"taken_bytes", times.taken_bytes}};
     result["gemm_choices"] = gemm_json(times.checked.gemms);
+    if (leads && !options.timeline.empty()) {
+      result["timeline"] = Json::array();
+      for (const auto& pieces : times.pieces) result["timeline"].push_back(time_by_kind(pieces));
+      write("--timeline", options.timeline, chrome_trace(times.pieces));
+    }
   }
   if (options.ops && leads) {  // nothing collective comes after, so that no rank waits for this one
     result["ops"] = Json::array();
@@ -155,7 +173,7 @@ int run_bench(const Config& config, const BenchOptions& options, JobBoard* board
       result["ops"].push_back(to_json(t));
     }
   }
-  if (leads && !options.output.empty()) write(options.output, result);
+  if (leads && !options.output.empty()) write("--output", options.output, result);
   return 0;
 }
 

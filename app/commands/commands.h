@@ -17,10 +17,11 @@ int run_train(const Config& config, const StartOptions& options, StopSignals* si
               const std::string& command_line);
 
 struct BenchOptions {
-  int steps = 20;      // measured complete optimizer steps; 0: none
-  int warmup = 5;      // steps before them, the first one included
-  bool ops = false;    // each operation alone, on rank 0's device
-  std::string output;  // JSON file; empty: none
+  int steps = 20;        // measured complete optimizer steps; 0: none
+  int warmup = 5;        // steps before them, the first one included
+  bool ops = false;      // each operation alone, on rank 0's device
+  std::string output;    // JSON file; empty: none
+  std::string timeline;  // Chrome trace of one more step; empty: none
 };
 // As run_train, on random tokens; writes no run folder.
 int run_bench(const Config& config, const BenchOptions& options, JobBoard* board, const std::string& command_line);

@@ -9,8 +9,14 @@ StageIndex neighbour(StageIndex s, int step) { return StageIndex{to_int(s) + ste
 }  // namespace
 
 Boundary::Boundary(Device& device, Transport& transport, QEffect& contract, std::vector<const TransformerStage*> stages,
-                   const std::vector<RingDepth>& rings, const std::vector<int>& rank_of_stage, Stream& graph)
-    : device_(device), transport_(transport), contract_(contract), rank_of_stage_(rank_of_stage), graph_(graph) {
+                   const std::vector<RingDepth>& rings, const std::vector<int>& rank_of_stage, Stream& graph,
+                   StepTimeline* timeline)
+    : device_(device),
+      transport_(transport),
+      contract_(contract),
+      rank_of_stage_(rank_of_stage),
+      graph_(graph),
+      timeline_(timeline) {
   for (const TransformerStage* s : stages) {
     const RingDepth& depth = rings.at(static_cast<std::size_t>(to_int(s->index())));
     const std::size_t bytes = s->output(SlotIndex{0}).bytes();
@@ -93,7 +99,10 @@ void Boundary::send(StageBoundary& b, Direction direction, const Action& a) {
   Stream& stream = stream_to(peer);
   device_.wait(stream, *out.produced);
   contract_.begin_use({a.stage, forward ? BoundaryKind::kOutput : BoundaryKind::kInputGrad, to_int(slot)}, a);
-  transport_.send(stream, data.data, data.bytes(), peer, a);
+  {
+    const StepTimeline::Span span(timeline_, stream, "send", to_string(a));
+    transport_.send(stream, data.data, data.bytes(), peer, a);
+  }
   device_.record(*out.consumed, stream);
 }
 
@@ -109,7 +118,10 @@ void Boundary::receive(StageBoundary& b, Direction direction, const Action& a) {
   device_.wait(stream, *entry.copied);
   contract_.ordered(buffer);
   contract_.begin_use(buffer, a);
-  transport_.recv(stream, entry.memory.data(), b.stage->output(SlotIndex{0}).bytes(), peer, a);
+  {
+    const StepTimeline::Span span(timeline_, stream, "receive", to_string(a));
+    transport_.recv(stream, entry.memory.data(), b.stage->output(SlotIndex{0}).bytes(), peer, a);
+  }
   device_.record(*entry.received, stream);
 }
 
@@ -143,6 +155,7 @@ void Boundary::deliver(StageBoundary& b, Direction direction, const Action& a, c
     device_.wait(graph_, *out.produced);
     contract_.begin_use(
         {from->stage->index(), forward ? BoundaryKind::kOutput : BoundaryKind::kInputGrad, to_int(slot)}, a);
+    const StepTimeline::Span span(timeline_, graph_, "compute", "copy to " + to_string(a));
     device_.copy(graph_, to.data, data.data, to.bytes());
     device_.record(*out.consumed, graph_);
     return;
@@ -155,6 +168,7 @@ void Boundary::deliver(StageBoundary& b, Direction direction, const Action& a, c
   device_.wait(graph_, *entry.received);
   contract_.ordered(buffer);
   contract_.begin_use(buffer, a);
+  const StepTimeline::Span span(timeline_, graph_, "compute", "copy to " + to_string(a));
   device_.copy(graph_, to.data, entry.memory.data(), to.bytes());
   device_.record(*entry.copied, graph_);
 }

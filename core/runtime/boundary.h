@@ -8,6 +8,7 @@
 
 #include "core/device.h"
 #include "core/qeffect/qeffect.h"
+#include "core/runtime/step_timeline.h"
 #include "core/schedule.h"
 #include "core/stage/transformer_stage.h"
 #include "core/transport.h"
@@ -23,8 +24,10 @@ struct RingDepth {
 class Boundary {
  public:
   // `stages` are this rank's; `rings` and rank_of_stage cover all stages. `rank` is the pipeline rank.
+  // `timeline` may be null.
   Boundary(Device&, Transport&, QEffect&, std::vector<const TransformerStage*> stages,
-           const std::vector<RingDepth>& rings, const std::vector<int>& rank_of_stage, Stream& graph);
+           const std::vector<RingDepth>& rings, const std::vector<int>& rank_of_stage, Stream& graph,
+           StepTimeline* timeline);
 
   // SEND_F, RECV_F, SEND_B, RECV_B.
   void run_message(const Action&);
@@ -64,6 +67,7 @@ class Boundary {
   QEffect& contract_;
   std::vector<int> rank_of_stage_;
   Stream& graph_;
+  StepTimeline* timeline_;
   std::map<int, std::unique_ptr<Stream>> to_peer_, from_peer_;  // one per directed edge
   std::vector<StageBoundary> stages_;
 };

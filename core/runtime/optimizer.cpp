@@ -19,8 +19,9 @@ double power(double base, std::uint64_t exponent) {
 }  // namespace
 
 Optimizer::Optimizer(Device& device, Ops& ops, Transport& transport, const OptimizerConfig& config,
-                     std::vector<const TransformerStage*> stages, const ParameterList& model, Probe* probe)
-    : device_(device), ops_(ops), transport_(transport), config_(config), probe_(probe) {
+                     std::vector<const TransformerStage*> stages, const ParameterList& model, Probe* probe,
+                     StepTimeline* timeline)
+    : device_(device), ops_(ops), transport_(transport), config_(config), probe_(probe), timeline_(timeline) {
   const auto count = static_cast<std::size_t>(model.size());
   partials_ = device.allocate(2 * count * sizeof(float), MemoryKind::kStep);
   scalars_ = device.allocate(sizeof(OptimizerScalars), MemoryKind::kStep);
@@ -84,8 +85,14 @@ OptimizerScalars Optimizer::step(Stream& stream, float learning_rate, std::uint3
 
   // Each cell belongs to one rank; the others add zero.
   device_.zero(stream, partials_.data(), partials_.bytes());
-  ops_.gradient_norm(stream, norm_args_);
-  transport_.all_reduce_sum(stream, partials_.as<float>(), 2 * clip_args_.count, Group::kPipeline);
+  {
+    const StepTimeline::Span span(timeline_, stream, "optimizer", "gradient norm");
+    ops_.gradient_norm(stream, norm_args_);
+  }
+  {
+    const StepTimeline::Span span(timeline_, stream, "optimizer", "sum of norms");
+    transport_.all_reduce_sum(stream, partials_.as<float>(), 2 * clip_args_.count, Group::kPipeline);
+  }
   if (probe_ != nullptr) {
     for (const StageMoments& m : stages_) {
       const ParameterList& parameters = m.stage->weights().parameters();
@@ -94,8 +101,11 @@ OptimizerScalars Optimizer::step(Stream& stream, float learning_rate, std::uint3
       }
     }
   }
-  ops_.clip_factor(stream, clip_args_);
-  ops_.adamw(stream, adamw_args_);
+  {
+    const StepTimeline::Span span(timeline_, stream, "optimizer", "AdamW");
+    ops_.clip_factor(stream, clip_args_);
+    ops_.adamw(stream, adamw_args_);
+  }
 
   device_.download(stream, &scalars, scalars_.data(), sizeof scalars);
   device_.synchronize(stream);

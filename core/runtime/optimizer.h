@@ -7,6 +7,7 @@
 
 #include "core/device.h"
 #include "core/ops.h"
+#include "core/runtime/step_timeline.h"
 #include "core/stage/transformer_stage.h"
 #include "core/transport.h"
 
@@ -25,8 +26,9 @@ struct OptimizerConfig {
 class Optimizer {
  public:
   // `model` is the whole model's list: a parameter's place there is its cell in the norm and its key for rounding bits.
+  // `probe` and `timeline` may be null.
   Optimizer(Device&, Ops&, Transport&, const OptimizerConfig&, std::vector<const TransformerStage*> stages,
-            const ParameterList& model, Probe* probe);
+            const ParameterList& model, Probe* probe, StepTimeline* timeline);
 
   // Runs the launches once as a skipped step, which leaves everything as it was, so that whatever a backend prepares at
   // an operation's first call is prepared before any graph is captured. Before the first step, gradients all zero.
@@ -55,6 +57,7 @@ class Optimizer {
   Transport& transport_;
   OptimizerConfig config_;
   Probe* probe_;
+  StepTimeline* timeline_;
   std::vector<StageMoments> stages_;
   Buffer partials_;  // [2, model parameters]: squares, then verdicts
   Buffer scalars_;

@@ -28,15 +28,16 @@ PipelineRank::PipelineRank(Device& device, Ops& ops, Transport& transport, const
       graph_(device.make_stream("graph")) {
   make_stages(plan, trace);
   make_contract();
-  boundary_ =
-      std::make_unique<Boundary>(device, transport, *contract_, stage_list_, plan.rings, rank_of_stage_, *graph_);
+  boundary_ = std::make_unique<Boundary>(device, transport, *contract_, stage_list_, plan.rings, rank_of_stage_,
+                                         *graph_, config.timeline);
   executor_ = std::make_unique<GraphExecutor>(device, *caller_, *graph_, stage_list_, *contract_,
                                               ExecutorConfig{config.captured, config.full_backward, config.peak_slots});
-  optimizer_ = std::make_unique<Optimizer>(device, ops, transport, config.optimizer, stage_list_, model_, trace);
+  optimizer_ = std::make_unique<Optimizer>(device, ops, transport, config.optimizer, stage_list_, model_, trace,
+                                           config.timeline);
   const auto rank = static_cast<std::size_t>(transport.rank(Group::kPipeline));
-  runner_ = std::make_unique<StepRunner>(device, transport, *contract_, *executor_, *boundary_, stage_list_,
-                                         plan.schedule.actions.at(rank), *caller_, *graph_,
-                                         counters_.as<std::uint64_t>(), config.stage.fp8.scale_update, config.hooks);
+  runner_ = std::make_unique<StepRunner>(
+      device, transport, *contract_, *executor_, *boundary_, stage_list_, plan.schedule.actions.at(rank), *caller_,
+      *graph_, counters_.as<std::uint64_t>(), config.stage.fp8.scale_update, config.hooks, config.timeline);
   optimizer_->prepare(*caller_);
   device.synchronize();
   const auto start = std::chrono::steady_clock::now();
@@ -111,7 +112,10 @@ void PipelineRank::upload_batch(std::span<const std::int32_t> tokens, std::span<
 double PipelineRank::loss_sum() {
   // Only the last stage's rank of each replica has losses; every other cell is zero.
   std::vector<float> cells(static_cast<std::size_t>(config_.stage.microbatches));
-  transport_.all_reduce_sum(*caller_, loss_.as<float>(), config_.stage.microbatches, Group::kWorld);
+  {
+    const StepTimeline::Span span(config_.timeline, *caller_, "optimizer", "sum of losses");
+    transport_.all_reduce_sum(*caller_, loss_.as<float>(), config_.stage.microbatches, Group::kWorld);
+  }
   device_.download(*caller_, cells.data(), loss_.data(), loss_.bytes());
   device_.synchronize();
   double sum = 0.0;
@@ -122,6 +126,7 @@ double PipelineRank::loss_sum() {
 StepResult PipelineRank::train_step(std::span<const std::int32_t> tokens, std::span<const std::int32_t> targets,
                                     double learning_rate, std::uint32_t step) {
   if (trace_ != nullptr) trace_->begin_step(step);
+  if (config_.timeline != nullptr) config_.timeline->begin_step(*caller_);
   upload_batch(tokens, targets);
   for (const TransformerStage* s : stage_list_) {
     for (const Chain chain : {Chain::kForward, Chain::kBackward}) s->scaling(chain).save_step_start(device_, *caller_);

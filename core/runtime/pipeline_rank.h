@@ -28,7 +28,8 @@ struct RankConfig {
   bool peak_slots = true;
   bool initialize = true;          // false: masters stay zero, for a plan that lays memory out and runs nothing
   std::vector<StageRange> ranges;  // [S]
-  StepHooks* hooks = nullptr;
+  StepHooks* hooks = nullptr;      // may be null, as the timeline
+  StepTimeline* timeline = nullptr;
 };
 
 // The lowered schedule and what it needs.

@@ -7,7 +7,7 @@ namespace qe {
 StepRunner::StepRunner(Device& device, Transport& transport, QEffect& contract, GraphExecutor& executor,
                        Boundary& boundary, std::vector<const TransformerStage*> stages, std::vector<Action> actions,
                        Stream& caller, Stream& graph, std::uint64_t* counters, ScaleUpdate scale_update,
-                       StepHooks* hooks)
+                       StepHooks* hooks, StepTimeline* timeline)
     : device_(device),
       transport_(transport),
       contract_(contract),
@@ -19,7 +19,8 @@ StepRunner::StepRunner(Device& device, Transport& transport, QEffect& contract, 
       graph_(graph),
       counters_(counters),
       scale_update_(scale_update),
-      hooks_(hooks) {
+      hooks_(hooks),
+      timeline_(timeline) {
   if (transport.size(Group::kData) == 1) return;
   reduction_ = device.make_stream("reduction");
   gradients_done_ = device.make_event();
@@ -54,7 +55,10 @@ void StepRunner::run_compute(const Action& action) {
     device_.upload(graph_, stage->microbatch_cell(slot), &microbatch, sizeof microbatch);
   }
   boundary_.deliver_inputs(action, slot);
-  executor_.run(action, guard.slots(), guard.first_write());
+  {
+    const StepTimeline::Span span(timeline_, graph_, "compute", to_string(action));
+    executor_.run(action, guard.slots(), guard.first_write());
+  }
   boundary_.mark_produced(action, slot);
   if (hooks_ != nullptr) hooks_->after(action, *stage, device_, graph_);
   if (scale_update_ == ScaleUpdate::kMicrobatch && stage->scales_apart() && action.kind != ActionKind::kWeightGrad) {
@@ -68,11 +72,15 @@ void StepRunner::update_scales(const TransformerStage& stage, Chain chain) {
     const Fp8State& state = stage.scaling(chain);
     transport_.all_reduce_max(graph_, state.amaxes(), state.slots(), Group::kData);
   }
+  const StepTimeline::Span span(timeline_, graph_, "compute", "update " + std::to_string(to_int(stage.index())));
   executor_.update_scales(stage.index(), chain);
 }
 
 void StepRunner::refresh(StageIndex stage) {
-  executor_.refresh(stage);
+  {
+    const StepTimeline::Span span(timeline_, graph_, "compute", "refresh " + std::to_string(to_int(stage)));
+    executor_.refresh(stage);
+  }
   for (const CacheLayout layout : {CacheLayout::kRowwise, CacheLayout::kColumnwise, CacheLayout::kBf16Copies}) {
     contract_.mark_refreshed(stage, layout);
   }
@@ -84,6 +92,7 @@ void StepRunner::reduce(StageIndex stage) {
   if (reduction_ == nullptr) return complete_reductions();  // one replica: nothing to add, nothing in flight
   device_.record(*gradients_done_, graph_);
   device_.wait(*reduction_, *gradients_done_);
+  const StepTimeline::Span span(timeline_, *reduction_, "reduce", "reduce " + std::to_string(to_int(stage)));
   for (const ParameterKind kind : {ParameterKind::kMatrix, ParameterKind::kVector}) {
     const Tensor gradients = stage_of(stages_, stage)->gradients().all(kind);
     QE_EXPECTS(gradients.dtype == DType::kF32, "replicas sum FP32 gradients");

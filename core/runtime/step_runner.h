@@ -9,6 +9,7 @@
 #include "core/runtime/boundary.h"
 #include "core/runtime/graph_executor.h"
 #include "core/runtime/step_hooks.h"
+#include "core/runtime/step_timeline.h"
 #include "core/schedule.h"
 #include "core/transport.h"
 
@@ -17,10 +18,10 @@ namespace qe {
 class StepRunner {
  public:
   // `actions` is the rank's lowered list. `counters` are the device counters of its stages, {forward, backward} each.
-  // `hooks` may be null.
+  // `hooks` and `timeline` may be null.
   StepRunner(Device&, Transport&, QEffect&, GraphExecutor&, Boundary&, std::vector<const TransformerStage*> stages,
              std::vector<Action> actions, Stream& caller, Stream& graph, std::uint64_t* counters,
-             ScaleUpdate scale_update, StepHooks* hooks);
+             ScaleUpdate scale_update, StepHooks* hooks, StepTimeline* timeline);
 
   // Every action of one optimizer step, from the first F to a finalized epoch: all gradients are in their main
   // gradients' memory or views and the host has synchronized. The caller commits.
@@ -50,6 +51,7 @@ class StepRunner {
   std::uint64_t* counters_;
   ScaleUpdate scale_update_;
   StepHooks* hooks_;
+  StepTimeline* timeline_;
   // Replicas only: gradients are summed beside the other stages' work.
   std::unique_ptr<Stream> reduction_;
   std::unique_ptr<Event> gradients_done_;
