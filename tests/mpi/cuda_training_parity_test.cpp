@@ -4,6 +4,8 @@
 #include <mpi.h>
 
 #include <algorithm>
+#include <bit>
+#include <memory>
 #include <span>
 #include <sstream>
 
@@ -11,6 +13,7 @@
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/ipc_transport.h"
+#include "kernels/cuda/nccl_transport.h"
 #include "kernels/wire/mpi_wire.h"
 #include "kernels/wire/solo_transport.h"
 #include "tests/catch.h"
@@ -19,7 +22,7 @@
 namespace qe::testing {
 namespace {
 
-constexpr int kSteps = 6;
+constexpr std::uint32_t kSteps = 6, kManySteps = 20;  // both over the rollover of a history of four
 
 Config cuda_config(std::vector<std::string> overrides) {
   for (const char* shape :
@@ -30,11 +33,11 @@ Config cuda_config(std::vector<std::string> overrides) {
   return test_config(overrides);
 }
 
-TraceRecords train(const Config& config, CudaDevice& device, Transport& transport) {
+TraceRecords train(const Config& config, std::uint32_t steps, CudaDevice& device, Transport& transport) {
   CudaOps ops(device);
   TraceProbe trace(device);
   PipelineRank rank(device, ops, transport, make_rank_config(config), make_rank_plan(config), &trace);
-  for (std::uint32_t step = 1; step <= kSteps; ++step) {
+  for (std::uint32_t step = 1; step <= steps; ++step) {
     const Batch batch = synthetic_batch(config, step);
     const std::size_t share = batch.tokens.size() / static_cast<std::size_t>(config.parallel.data);
     const std::size_t first = share * static_cast<std::size_t>(transport.rank(Group::kData));
@@ -44,10 +47,10 @@ TraceRecords train(const Config& config, CudaDevice& device, Transport& transpor
   return trace.records();
 }
 
-TraceRecords train_alone(const Config& config) {
+TraceRecords train_alone(const Config& config, std::uint32_t steps) {
   CudaDevice device(0);
   SoloTransport transport(device);
-  return train(config, device, transport);
+  return train(config, steps, device, transport);
 }
 
 void require_part_of(const TraceRecords& reference, const TraceRecords& mine, Transport& transport) {
@@ -85,6 +88,56 @@ std::vector<std::string> gather_lines(const TraceRecords& mine, Transport& trans
   return lines;
 }
 
+// Where two ranks can run and what carries their messages.
+struct Carrier {
+  const char* name;
+  bool shared, nccl;
+};
+constexpr Carrier kCarriers[] = {
+    {"ipc, one card", true, false}, {"ipc, two cards", false, false}, {"nccl", false, true}};
+
+bool is_here(const Carrier& c) { return c.shared || (CudaDevice::count() > 1 && (!c.nccl || nccl_was_built())); }
+
+std::unique_ptr<Transport> connect(const Carrier& carrier, CudaDevice& device, int pipeline, int data) {
+  MpiWorld world = join_mpi_world(pipeline, data);
+  if (carrier.nccl) return make_nccl_transport(device, std::move(world.wire), world.layout, 60);
+  return make_ipc_transport(device, std::move(world.wire), world.layout, 60);
+}
+
+int my_rank() {
+  int rank = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  return rank;
+}
+
+const std::vector<std::string> kMappings[] = {
+    {"pipeline.schedule=interleaved_1f1b", "pipeline.pipeline_model_parallel_size=2",
+     "pipeline.virtual_pipeline_model_parallel_size=2"},
+    {"pipeline.schedule=zbv", "pipeline.pipeline_model_parallel_size=2"}};
+
+// Every mapping, mode and carrier, and each of these ways to hold gradients, against one rank alone.
+void compare_with_one_rank(std::uint32_t steps, const std::vector<std::vector<std::string>>& gradients) {
+  std::vector<std::string> eager = gradients.front();
+  eager.emplace_back("execution.mode=eager");
+  const TraceRecords reference = train_alone(cuda_config(eager), steps);
+  for (const Carrier& carrier : kCarriers) {
+    if (!is_here(carrier)) continue;
+    for (const auto& mapping : kMappings) {
+      for (const char* mode : {"execution.mode=eager", "execution.mode=graph"}) {
+        for (const auto& keys : gradients) {
+          std::vector<std::string> cell = mapping;
+          cell.emplace_back(mode);
+          cell.insert(cell.end(), keys.begin(), keys.end());
+          INFO(mapping.front() << " " << mode << " " << keys.front() << ", " << carrier.name);
+          CudaDevice device(carrier.shared ? 0 : my_rank());
+          const auto transport = connect(carrier, device, 2, 1);
+          require_part_of(reference, train(cuda_config(cell), steps, device, *transport), *transport);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 TEST_CASE("two pipelines of two ranks give on one card the same bytes under either schedule, and one state") {
@@ -100,7 +153,7 @@ TEST_CASE("two pipelines of two ranks give on one card the same bytes under eith
     CudaDevice device(0);
     MpiWorld world = join_mpi_world(2, 2);
     const auto transport = make_ipc_transport(device, std::move(world.wire), world.layout, 60);
-    const TraceRecords mine = train(cuda_config(cell), device, *transport);
+    const TraceRecords mine = train(cuda_config(cell), kSteps, device, *transport);
     const std::vector<std::string> lines = gather_lines(mine, *transport, Group::kPipeline);
     if (reference.empty()) reference = lines;
     INFO(mapping.front());
@@ -118,28 +171,61 @@ TEST_CASE("two pipelines of two ranks give on one card the same bytes under eith
 
 TEST_CASE("two ranks on GPUs give what one gives alone") {
   if (world_size() != 2) return;
-  int rank = 0;
-  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-  const std::vector<std::string> mappings[] = {
-      {"pipeline.schedule=interleaved_1f1b", "pipeline.pipeline_model_parallel_size=2",
-       "pipeline.virtual_pipeline_model_parallel_size=2"},
-      {"pipeline.schedule=zbv", "pipeline.pipeline_model_parallel_size=2"}};
-  for (const char* placement : {"gradients.placement=accumulate", "gradients.placement=arena"}) {
-    const TraceRecords reference = train_alone(cuda_config({placement, "execution.mode=eager"}));
-    for (const auto& mapping : mappings) {
-      for (const char* mode : {"execution.mode=eager", "execution.mode=graph"}) {
-        for (const bool shared : {true, false}) {
-          if (!shared && CudaDevice::count() < 2) continue;
-          std::vector<std::string> cell = mapping;
-          cell.insert(cell.end(), {mode, placement});
-          INFO(mapping.front() << " " << mode << " " << placement << (shared ? ", one card" : ", two cards"));
-          CudaDevice device(shared ? 0 : rank);
-          MpiWorld world = join_mpi_world(2, 1);
-          const auto transport = make_ipc_transport(device, std::move(world.wire), world.layout, 60);
-          require_part_of(reference, train(cuda_config(cell), device, *transport), *transport);
-        }
-      }
+  compare_with_one_rank(kSteps, {{"gradients.placement=accumulate"}});
+  compare_with_one_rank(kSteps, {{"gradients.placement=arena"}});
+}
+
+TEST_CASE("two ranks on GPUs give what one gives alone over many steps, however gradients are held", "[slow]") {
+  if (world_size() != 2) return;
+  compare_with_one_rank(kManySteps, {{"gradients.placement=accumulate", "pipeline.tape_slots=peak"},
+                                     {"gradients.placement=accumulate", "pipeline.tape_slots=per_microbatch"}});
+  compare_with_one_rank(kManySteps, {{"gradients.placement=arena"}, {"gradients.placement=copied"}});
+}
+
+TEST_CASE("two replicas on GPUs hold one state at every step") {
+  if (world_size() != 2) return;
+  for (const Carrier& carrier : kCarriers) {
+    if (!is_here(carrier)) continue;
+    INFO(carrier.name);
+    CudaDevice device(carrier.shared ? 0 : my_rank());
+    const auto transport = connect(carrier, device, 1, 2);
+    const Config config = cuda_config({"parallel.data=2", "training.global_batch_size=8", "execution.mode=graph"});
+    std::string state;
+    for (const auto& [key, digest] : train(config, kSteps, device, *transport)) {
+      if (key.category == "state") state += std::to_string(digest) + ' ';
     }
+    CHECK_FALSE(state.empty());
+    for (const std::string& other : transport->exchange(state, Group::kData)) CHECK((other == state));
+  }
+}
+
+TEST_CASE("300 captured steps on two GPUs are 300 eager ones, and memory stays as it is", "[slow]") {
+  if (world_size() != 2) return;
+  for (const Carrier& carrier : kCarriers) {
+    if (carrier.shared || !is_here(carrier)) continue;
+    INFO(carrier.name);
+    std::vector<std::string> runs;
+    for (const char* mode : {"execution.mode=eager", "execution.mode=graph"}) {
+      CudaDevice device(my_rank());
+      CudaOps ops(device);
+      const auto transport = connect(carrier, device, 2, 1);
+      const Config config = cuda_config({"pipeline.schedule=zbv", "pipeline.pipeline_model_parallel_size=2", mode});
+      PipelineRank rank(device, ops, *transport, make_rank_config(config), make_rank_plan(config), nullptr);
+      std::string run;
+      std::size_t free_at_20 = 0;
+      for (std::uint32_t step = 1; step <= 300; ++step) {
+        const Batch batch = synthetic_batch(config, step);
+        const StepResult r = rank.train_step(batch.tokens, batch.targets, learning_rate(config.training, step), step);
+        run += std::to_string(std::bit_cast<std::uint64_t>(r.loss_sum)) + " " +
+               std::to_string(std::bit_cast<std::uint32_t>(r.scalars.norm)) + "\n";
+        transport->barrier(Group::kWorld);  // nobody else is between two allocations
+        if (step == 20) free_at_20 = device.memory_pool().free;
+      }
+      CHECK(device.memory_pool().free == free_at_20);
+      run += std::to_string(rank.state_digest());
+      runs.push_back(run);
+    }
+    CHECK((runs[0] == runs[1]));
   }
 }
 
