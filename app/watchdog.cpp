@@ -16,7 +16,8 @@ namespace qe {
 namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(50);
-constexpr double kHardDeadline_s = 10;  // after a failure: a collective, MPI_Abort or a device may hang
+constexpr auto kStop = std::chrono::seconds(1);  // no look for so long: the process was stopped
+constexpr double kHardDeadline_s = 10;           // after a failure: a collective, MPI_Abort or a device may hang
 
 double seconds_since(std::chrono::steady_clock::time_point t) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - t).count();
@@ -93,7 +94,16 @@ void Watchdog::run() {
   while (!changed_.wait_for(lock, kLook, [this] { return done_; })) look();
 }
 
+// Time in which this process did not run is nobody's fault.
+void Watchdog::forgive_stop() {
+  const auto now = Clock::now(), last = std::exchange(last_look_, now);
+  if (now - last < kStop) return;
+  if (call_) call_->since += now - last;
+  if (failing_since_) *failing_since_ += now - last;
+}
+
 void Watchdog::look() {
+  forgive_stop();
   constexpr int kCode = static_cast<int>(ExitCode::kDevice);
   if (launcher_ != 0 && birth_of(launcher_) != launcher_born_) {
     if (board_ != nullptr) board_->raise(kCode);

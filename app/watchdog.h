@@ -50,6 +50,7 @@ class Watchdog {
     ExitCode code;
   };
   void run();
+  void forgive_stop();
   void look();
   void look_at_ranks();
   [[noreturn]] void end(int code, const std::string& why) const;
@@ -62,6 +63,7 @@ class Watchdog {
   JobBoard* board_ = nullptr;
   std::optional<Call> call_;
   std::optional<Clock::time_point> failing_since_;
+  Clock::time_point last_look_ = Clock::now();
   int code_ = 0;
   std::thread thread_;
 };

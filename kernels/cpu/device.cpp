@@ -42,8 +42,6 @@ std::size_t available_memory() {
   return host_memory();
 }
 
-double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
-
 }  // namespace
 
 struct CpuDevice::Queue {
@@ -275,18 +273,18 @@ void CpuDevice::enqueue_message(Stream& s, std::unique_ptr<Pending> message) {
 
 void CpuDevice::wait_until(const std::function<bool()>& done, const std::function<std::string()>& what) {
   expect_host_may_block();
-  auto since = Clock::now();
+  Patience patience;
   int idle = 0;
   for (;;) {
     const std::uint64_t before = progress_;
     if (done()) break;
     policy_ == DrainPolicy::kImmediate ? pump() : discharge();
     if (progress_ != before) {
-      since = Clock::now();
+      patience.reset();
       idle = 0;
       continue;
     }
-    wait_.look(seconds_since(since), what, [this] { return describe_streams(); });
+    wait_.look(patience.seconds(), what, [this] { return describe_streams(); });
     ++idle < kSpins ? std::this_thread::yield() : std::this_thread::sleep_for(kNap);
   }
   wait_.over();

@@ -1,5 +1,6 @@
 #include "kernels/wire/host_wait.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <thread>
@@ -13,9 +14,22 @@ namespace {
 // cost a core.
 constexpr double kSpin_s = 1;
 constexpr auto kNap = std::chrono::microseconds(200);
+constexpr double kGap_s = 1;         // a process that runs looks again sooner
 constexpr double kNoticed_s = 0.05;  // shorter waits are no news for the other ranks
 
 }  // namespace
+
+double Patience::seconds() noexcept {
+  const auto now = Clock::now();
+  seconds_ += std::min(std::chrono::duration<double>(now - last_).count(), kGap_s);
+  last_ = now;
+  return seconds_;
+}
+
+void Patience::reset() noexcept {
+  last_ = Clock::now();
+  seconds_ = 0;
+}
 
 void HostWait::look(double waited_s, const std::function<std::string()>& what,
                     const std::function<std::string()>& detail) const {
@@ -44,9 +58,9 @@ void HostWait::over() const noexcept {
 
 void HostWait::until(const std::function<bool()>& done, const std::function<std::string()>& what) const {
   if (done()) return;
-  const auto since = std::chrono::steady_clock::now();
+  Patience patience;
   while (!done()) {
-    const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count();
+    const double waited = patience.seconds();
     look(waited, what);
     waited < kSpin_s ? std::this_thread::yield() : std::this_thread::sleep_for(kNap);
   }

@@ -1,6 +1,7 @@
 // The host waits for another rank: until it is there, the deadline has passed, or a rank has failed.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <string>
 
@@ -13,6 +14,19 @@ struct WaitRule {
   WaitRule(double deadline_s, JobBoard* ranks = nullptr) : timeout_s(deadline_s), board(ranks) {}
   double timeout_s;
   JobBoard* board;  // may be null: then a failure elsewhere shows as a deadline
+};
+
+// How long a wait has lasted, without the time in which this very process did not run: when a batch system stops a
+// whole job for an hour, nobody is late.
+class Patience {
+ public:
+  double seconds() noexcept;  // looked at often: a gap is taken for a stop
+  void reset() noexcept;      // something moved
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point last_ = Clock::now();
+  double seconds_ = 0;
 };
 
 class HostWait {

@@ -133,8 +133,14 @@ JobBoard::JobBoard(int rank, const Exchange& exchange) : rank_(rank) {
 
 JobBoard::~JobBoard() { ::munmap(page_, sizeof(Page) + static_cast<std::size_t>(ranks_) * sizeof(Row)); }
 
+// A rank that is alone on its host needs nothing to be shared.
 void* JobBoard::share(const std::string& name, bool creates, std::string& fault) const {
   const std::size_t bytes = sizeof(Page) + static_cast<std::size_t>(ranks_) * sizeof(Row);
+  if (here_.size() == 1) {
+    void* own = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (own == MAP_FAILED) fault = std::strerror(errno);
+    return own == MAP_FAILED ? nullptr : own;
+  }
   const int file = ::shm_open(name.c_str(), creates ? O_CREAT | O_EXCL | O_RDWR : O_RDWR, 0600);
   void* page = MAP_FAILED;
   if (file >= 0 && (!creates || ::ftruncate(file, static_cast<off_t>(bytes)) == 0)) {

@@ -88,6 +88,22 @@ TEST_CASE("a rank that is stopped for less than the timeout changes no bit", "[s
   CHECK(digest == word_after(whole.text, "parameters XXH3 "));
 }
 
+TEST_CASE("all ranks stopped for longer than the timeout, as a batch system does, go on as if nothing was", "[slow]") {
+  const Job job;
+  const Outcome whole = run(job.mpirun(job.train("--set training.train_iters=60", {}, "whole")));
+  Running running(job.mpirun(job.train("--set training.train_iters=60")));
+  REQUIRE(running.reads("step     20/60"));
+  const std::vector<pid_t> ranks = running.children();
+  REQUIRE(ranks.size() == 3);
+  for (const pid_t rank : ranks) ::kill(rank, SIGSTOP);
+  std::this_thread::sleep_for(std::chrono::seconds(4));
+  for (const pid_t rank : ranks) ::kill(rank, SIGCONT);
+  const Outcome out = running.finish();
+  INFO(out.text);
+  CHECK(out.code == 0);
+  CHECK(word_after(out.text, "parameters XXH3 ") == word_after(whole.text, "parameters XXH3 "));
+}
+
 TEST_CASE(
     "a rank that is stopped for longer: exit code 8, each other rank says its wait, one line names the slow one") {
   const Job job;
