@@ -32,6 +32,7 @@ Checkpointer::Checkpointer(const Config& config, const StartOptions& options, Tr
     : config_(config),
       transport_(transport),
       storage_(std::move(storage)),
+      overrides_(options.overrides),
       train_files_(files_of(train)),
       windows_(train.windows()) {
   const std::string& dir = config_.checkpoint.dir;
@@ -58,6 +59,11 @@ Checkpointer::Checkpointer(const Config& config, const StartOptions& options, Tr
 }
 
 Checkpointer::~Checkpointer() = default;
+
+void Checkpointer::set_gemm_choices(std::vector<GemmChoice> choices) {
+  if (resumed_) compare_gemm_choices(found_->manifest, found_->folder, choices, overrides_, *resumed_);
+  gemm_choices_ = std::move(choices);
+}
 
 std::vector<std::string> Checkpointer::notes() const {
   std::vector<std::string> lines;
@@ -98,6 +104,7 @@ void Checkpointer::save(PipelineRank& rank, const RunPosition& position) {
   about.train_files = train_files_;
   about.config = nlohmann::ordered_json::parse(dump_config(config_));
   about.environment = nlohmann::ordered_json::parse(environment_json());
+  about.gemm_choices = gemm_choices_;
   const CheckpointSection& c = config_.checkpoint;
   const Retention retention{c.keep_last, c.keep_every};
   const auto start = Clock::now();

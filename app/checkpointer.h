@@ -38,6 +38,9 @@ class Checkpointer {
   // State comes from a checkpoint: initial parameters are not needed.
   [[nodiscard]] bool has_start() const noexcept { return found_.has_value(); }
   [[nodiscard]] const std::optional<ResumeRecord>& resumed() const noexcept { return resumed_; }
+  // How this run computes its matrix products: compared with the run that it resumes, and saved. Throws CheckpointError
+  // where they differ, on every rank alike because their choices are alike.
+  void set_gemm_choices(std::vector<GemmChoice>);
   // Lines for the user about where the run starts.
   [[nodiscard]] std::vector<std::string> notes() const;
 
@@ -60,6 +63,8 @@ class Checkpointer {
   const Config& config_;
   Transport& transport_;
   std::unique_ptr<Storage> storage_;
+  std::vector<std::string> overrides_;
+  std::vector<GemmChoice> gemm_choices_;
   std::vector<DataFile> train_files_;
   std::int64_t windows_;
   std::optional<FoundCheckpoint> found_;

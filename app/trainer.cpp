@@ -108,6 +108,7 @@ void Trainer::start() {
   rank_config.initialize = !checkpoints_->has_start();
   rank_config.hooks = fault_hooks_ ? fault_hooks_.get() : &place_;
   checked_ = check_start(rank_config, plan_, backend_, *transport_);
+  checkpoints_->set_gemm_choices(checked_.gemms);
   rank_ = std::make_unique<PipelineRank>(*backend_.device, *backend_.ops, *transport_, rank_config, plan_, nullptr);
   position_ = checkpoints_->load(*rank_);
   begun_step_ = position_.step;

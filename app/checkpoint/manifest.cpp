@@ -87,7 +87,7 @@ Manifest manifest_from(const Json& j) {
   }
   require_keys(j,
                {"manifest_xxh3", "schema_version", "position", "finite", "parameters_xxh3", "data", "config",
-                "environment", "ranks", "files", "tensors"},
+                "environment", "gemm_choices", "ranks", "files", "tensors"},
                "it");
   require_keys(j["data"], {"windows", "train"}, "\"data\"");
   Manifest m;
@@ -101,6 +101,10 @@ Manifest manifest_from(const Json& j) {
   }
   m.config = j["config"];
   m.environment = j["environment"];
+  for (const Json& c : j["gemm_choices"]) {
+    require_keys(c, {"product", "algorithm"}, "a GEMM choice");
+    m.gemm_choices.push_back({c["product"].get<std::string>(), c["algorithm"].get<std::string>()});
+  }
   m.ranks = j["ranks"].get<int>();
   for (const Json& f : j["files"]) m.files.push_back(file_from(f));
   for (const Json& t : j["tensors"]) m.tensors.push_back(tensor_from(t));
@@ -150,8 +154,9 @@ std::string parameters_digest(const std::vector<ManifestTensor>& tensors) {
 }
 
 std::string manifest_text(const Manifest& m) {
-  Json train = Json::array(), files = Json::array(), tensors = Json::array();
+  Json train = Json::array(), gemms = Json::array(), files = Json::array(), tensors = Json::array();
   for (const DataFile& f : m.train_files) train.push_back({{"file", f.name}, {"tokens", f.tokens}, {"bytes", f.bytes}});
+  for (const GemmChoice& c : m.gemm_choices) gemms.push_back({{"product", c.product}, {"algorithm", c.algorithm}});
   for (const ManifestFile& f : m.files) files.push_back(json_of(f));
   for (const ManifestTensor& t : m.tensors) tensors.push_back(json_of(t));
   const Json body{{"schema_version", kCheckpointSchemaVersion},
@@ -161,6 +166,7 @@ std::string manifest_text(const Manifest& m) {
                   {"data", {{"windows", m.data_windows}, {"train", train}}},
                   {"config", m.config},
                   {"environment", m.environment},
+                  {"gemm_choices", gemms},
                   {"ranks", m.ranks},
                   {"files", files},
                   {"tensors", tensors}};

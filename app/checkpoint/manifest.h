@@ -13,6 +13,7 @@
 
 #include "app/data/batch_sampler.h"
 #include "core/tensor.h"
+#include "kernels/gemm_choice.h"
 
 namespace qe {
 
@@ -59,9 +60,10 @@ struct Manifest {
   std::string parameters_xxh3;  // of the masters, the same for every cut
   std::int64_t data_windows = 0;
   std::vector<DataFile> train_files;
-  nlohmann::ordered_json config;       // resolved
-  nlohmann::ordered_json environment;  // versions
-  int ranks = 1;                       // of the run that wrote it
+  nlohmann::ordered_json config;         // resolved
+  nlohmann::ordered_json environment;    // versions
+  std::vector<GemmChoice> gemm_choices;  // how the run computes its matrix products; empty on the CPU
+  int ranks = 1;                         // of the run that wrote it
   std::vector<ManifestFile> files;
   std::vector<ManifestTensor> tensors;  // in global order of the writing ranks
 };

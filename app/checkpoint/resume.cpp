@@ -84,6 +84,7 @@ Json stored_value(const Json& config, const KeySpec& key) {
 void check_override_names(const std::vector<std::string>& keys) {
   std::vector<std::string> known;
   for (const KeySpec& key : key_table()) known.push_back(key.path());
+  known.emplace_back(kGemmChoicesName);
   for (const std::string& name : keys) {
     if (std::find(known.begin(), known.end(), name) != known.end()) continue;
     const std::vector<std::string> near = nearest_names(name, known);
@@ -128,6 +129,27 @@ ResumeRecord compare_for_resume(const Manifest& manifest, const std::string& fol
     return c.key == "data.train" || c.key == "training.seq_length";
   });
   return record;
+}
+
+void compare_gemm_choices(const Manifest& manifest, const std::string& folder, const std::vector<GemmChoice>& now,
+                          const std::vector<std::string>& overrides, ResumeRecord& record) {
+  std::vector<std::string> lines;
+  for (const GemmChoice& stored : manifest.gemm_choices) {
+    const auto same =
+        std::find_if(now.begin(), now.end(), [&](const GemmChoice& c) { return c.product == stored.product; });
+    if (same == now.end() || same->algorithm == stored.algorithm) continue;
+    lines.push_back(std::string(kGemmChoicesName) + ": " + stored.product + ", stored algorithm " + stored.algorithm +
+                    ", now " + same->algorithm);
+  }
+  if (lines.empty()) return;
+  if (std::find(overrides.begin(), overrides.end(), kGemmChoicesName) == overrides.end()) {
+    refuse(folder, lines,
+           "Another card or library rounds otherwise: go on where it was saved, or accept other bits with "
+           "--override " +
+               std::string(kGemmChoicesName) + ".");
+  }
+  record.overridden.push_back(
+      {kGemmChoicesName, Json("the stored algorithms").dump(), Json(std::to_string(lines.size()) + " others").dump()});
 }
 
 void require_same_model(const Manifest& manifest, const std::string& folder, const Config& config) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "app/config.h"
+#include "kernels/gemm_choice.h"
 
 namespace qe {
 
@@ -27,13 +28,21 @@ struct ResumeRecord {
   bool data_restarted = false;           // training data from the beginning: other files or another seq_length
 };
 
-// Throws UsageError when a name is no config key.
+// What --override names for the algorithms of matrix products.
+inline constexpr char kGemmChoicesName[] = "gemm_choices";
+
+// Throws UsageError when a name is neither a config key nor that.
 void check_override_names(const std::vector<std::string>& keys);
 
 // Compares the stored config and data with this run's. Throws CheckpointError that lists every difference which must
 // not be, or was not named in `overrides`. `from`, `step`, `passed_over` of the result are the caller's to fill.
 ResumeRecord compare_for_resume(const Manifest&, const std::string& folder, const Config&,
                                 const std::vector<DataFile>& train_files, const std::vector<std::string>& overrides);
+
+// Products that both runs compute must be computed alike, unless that is overridden, which is recorded. Throws
+// CheckpointError with the list of differences.
+void compare_gemm_choices(const Manifest&, const std::string& folder, const std::vector<GemmChoice>& now,
+                          const std::vector<std::string>& overrides, ResumeRecord&);
 
 // For weights alone: the model section must be the same.
 void require_same_model(const Manifest&, const std::string& folder, const Config&);

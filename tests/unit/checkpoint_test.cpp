@@ -381,6 +381,27 @@ TEST_CASE("a stored key that this version does not know is refused, as is one th
              ContainsSubstring("fp8.margin: stored null, now 0"));
 }
 
+TEST_CASE("products that both runs compute must be computed alike, unless that is overridden by name") {
+  const Scratch dir;
+  make_checkpoint(dir / "c", 3);
+  Manifest m = open_checkpoint(dir / "c/step_00000003");
+  m.gemm_choices = {{"a", "1"}, {"b", "2"}};
+  const Manifest again = parse_manifest(manifest_text(m), "manifest.json");
+  CHECK(again.gemm_choices == m.gemm_choices);
+  const auto compare = [&](const std::vector<GemmChoice>& now, const std::vector<std::string>& overrides) {
+    ResumeRecord record;
+    const std::string error = refusal([&] { compare_gemm_choices(again, "c", now, overrides, record); });
+    return error.empty() ? std::to_string(record.overridden.size()) : error;
+  };
+  CHECK(compare({{"b", "2"}, {"c", "3"}}, {}) == "0");
+  CHECK(compare({}, {}) == "0");  // the CPU has one way
+  CHECK_THAT(compare({{"a", "1"}, {"b", "9"}}, {}), ContainsSubstring("differs in 1 place:") &&
+                                                        ContainsSubstring("b, stored algorithm 2, now 9") &&
+                                                        ContainsSubstring("--override gemm_choices"));
+  check_override_names({"gemm_choices"});
+  CHECK(compare({{"b", "9"}}, {"gemm_choices"}) == "1");
+}
+
 TEST_CASE("names of checkpoints are exact") {
   CHECK(step_name(7) == "step_00000007");
   CHECK(step_name(1234567890) == "step_1234567890");
