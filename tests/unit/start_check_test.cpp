@@ -1,3 +1,4 @@
+// The check before a run: room for every rank and one list of products, asked before any memory is taken.
 #include "app/start_check.h"
 
 #include <array>

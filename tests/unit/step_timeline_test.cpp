@@ -1,3 +1,4 @@
+// A watched step: its pieces against the list that ran, and the trace that is made of them.
 #include "core/runtime/step_timeline.h"
 
 #include <cctype>
