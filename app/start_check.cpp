@@ -73,6 +73,14 @@ std::string first_difference(const std::string& a, const std::string& b) {
   return l != left.end() ? *l : r != right.end() ? *r : "the library's version";
 }
 
+void expect_products(const std::vector<Standing>& all) {
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (!all[r].refusal.empty()) {
+      throw AgreedError(ExitCode::kDevice, "Rank " + std::to_string(r) + ": " + all[r].refusal);
+    }
+  }
+}
+
 void expect_same_gemms(const std::vector<Standing>& all, const std::vector<GemmChoice>& mine, Transport& transport) {
   const auto other = std::find_if(all.begin(), all.end(), [&](const Standing& s) { return s.gemms != all[0].gemms; });
   if (other == all.end()) return;
@@ -150,12 +158,14 @@ StartCheck check_start(const RankConfig& config, const RankPlan& plan, Backend& 
   for (const std::string& text : transport.exchange(to_json(mine).dump(), Group::kWorld)) {
     all.push_back(standing_from(Json::parse(text)));
   }
-  for (std::size_t r = 0; r < all.size(); ++r) {
-    if (!all[r].refusal.empty())
-      throw AgreedError(ExitCode::kDevice, "Rank " + std::to_string(r) + ": " + all[r].refusal);
+  try {
+    expect_products(all);
+    expect_same_gemms(all, check.gemms, transport);
+    expect_room(all, config);
+  } catch (const AgreedError&) {
+    transport.barrier(Group::kWorld);  // a rank that unwinds is heard of, so all must know why first
+    throw;
   }
-  expect_same_gemms(all, check.gemms, transport);
-  expect_room(all, config);
   return check;
 }
 

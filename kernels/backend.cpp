@@ -115,8 +115,8 @@ RankBinding bind_rank(const std::string& backend, const std::string& transport, 
     if (const auto gpu = bind_to_gpu(transport, pipeline, data, rule, required)) return *gpu;
   }
   if (transport != "auto" && transport != "mpi") {
-    throw ConfigError("execution.transport is " + transport +
-                      ", but the CPU backend sends through mpi; use mpi or auto");
+    throw AgreedError(ExitCode::kConfig, "execution.transport is " + transport +
+                                             ", but the CPU backend sends through mpi; use mpi or auto");
   }
   return {"cpu", "mpi", 0, ""};
 }

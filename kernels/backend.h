@@ -46,8 +46,8 @@ struct RankBinding {
 
 // Decides alike on every rank, before anything else is made. Collective over an MPI job of pipeline · data ranks; one
 // rank needs no MPI. `backend` is "cpu", "cuda" or "auto", `transport` "auto", "mpi" (CPU), "ipc" (the GPUs of one
-// host, which ranks may share) or "nccl" (a GPU a rank). Throws ConfigError when the job has another size or the
-// transport cannot serve these ranks, DeviceError when a rank has no GPU.
+// host, which ranks may share) or "nccl" (a GPU a rank). Throws ConfigError when the job has another size, AgreedError
+// when the transport cannot serve these ranks or one of them has no GPU.
 RankBinding bind_rank(const std::string& backend, const std::string& transport, int pipeline, int data,
                       const WaitRule&);
 

@@ -61,11 +61,7 @@ Views exchange_views(int pipeline, int data, const WaitRule& rule) {
   return views;
 }
 
-}  // namespace
-
-std::optional<CardBinding> bind_to_card(const std::string& transport, int pipeline, int data, const WaitRule& rule,
-                                        bool required) {
-  const Views views = exchange_views(pipeline, data, rule);
+std::optional<CardBinding> binding_of(const Views& views, const std::string& transport, bool required) {
   const auto sees_none = [](const RankView& view) { return view.cards.empty(); };
   const auto blind = std::find_if(views.ranks.begin(), views.ranks.end(), sees_none);
   if (!required && blind != views.ranks.end()) {
@@ -78,6 +74,18 @@ std::optional<CardBinding> bind_to_card(const std::string& transport, int pipeli
   const std::string kind =
       views.ranks.size() == 1 ? "none" : choose_transport(transport, views.ranks, assignment, nccl_was_built());
   return CardBinding{ordinal, kind, assignment_table(views.ranks, assignment)};
+}
+
+}  // namespace
+
+std::optional<CardBinding> bind_to_card(const std::string& transport, int pipeline, int data, const WaitRule& rule,
+                                        bool required) {
+  const Views views = exchange_views(pipeline, data, rule);
+  try {
+    return binding_of(views, transport, required);
+  } catch (const Error& e) {  // every rank has the same views
+    throw AgreedError(e.exit_code(), e.what());
+  }
 }
 
 }  // namespace qe
