@@ -17,6 +17,13 @@ namespace qe::testing {
 using Clock = std::chrono::steady_clock;
 inline double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
 
+// runtime.timeout_s of a Job, in seconds: a sanitizer makes a rank that is well look late.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr int kTimeout_s = 20;
+#else
+inline constexpr int kTimeout_s = 2;
+#endif
+
 // A model of three layers on one stage a rank, saved every two steps, that trains for six.
 class Job {
  public:
@@ -29,7 +36,8 @@ class Job {
       "model": {"num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 64}, "fp8": {"amax_history_len": 4},
       "training": {"seq_length": 16, "global_batch_size": 4, "train_iters": 6, "lr": 1e-3, "lr_warmup_iters": 4},
       "pipeline": {"pipeline_model_parallel_size": )"
-                                   << ranks << R"(}, "execution": {"backend": "cpu"}, "runtime": {"timeout_s": 2},
+                                   << ranks << R"(}, "execution": {"backend": "cpu"}, "runtime": {"timeout_s": )"
+                                   << kTimeout_s << R"(},
       "data": {"train": ")" << (dir_ / "t.bin")
                                    << R"("}, "checkpoint": {"interval": 2}})";
   }
