@@ -28,15 +28,18 @@ double without_sign_of_nan(double v) { return std::isnan(v) ? std::abs(v) : v; }
 
 }  // namespace
 
-std::string step_line(const StepRecord& r, const Config& c) {
+std::string step_line(const StepRecord& r, const Config& c, const std::optional<CardPeaks>& peaks) {
   const double tokens_per_second = r.ms > 0 ? static_cast<double>(c.tokens_per_step()) * 1000 / r.ms : 0;
   const double tflops =
       tokens_per_second * static_cast<double>(flops_per_token(c.model, c.training.seq_length)) * 1e-12;
   const bool finite = std::isfinite(r.loss) && std::isfinite(r.grad_norm);
   const char* verdict = r.skipped ? " | skipped" : finite ? "" : " | not finite";
-  return place(r.step, c) + format(" | loss %.4f | norm %.4f | lr %.2e | %.2f ms | %.0f tok/s | %.3f TFLOP/s%s",
+  const double percent = 100 * tflops / c.ranks();
+  const std::string share =
+      peaks ? format(" (%.1f %% of BF16 dense, %.1f %% of FP8)", percent / peaks->bf16, percent / peaks->fp8) : "";
+  return place(r.step, c) + format(" | loss %.4f | norm %.4f | lr %.2e | %.2f ms | %.0f tok/s | %.3f TFLOP/s%s%s",
                                    without_sign_of_nan(r.loss), without_sign_of_nan(r.grad_norm), r.lr, r.ms,
-                                   tokens_per_second, tflops, verdict);
+                                   tokens_per_second, tflops, share.c_str(), verdict);
 }
 
 std::string eval_line(const EvalRecord& r, const Config& c) {
@@ -54,14 +57,15 @@ std::string progress_line(std::int64_t step, std::int64_t train_iters, double ms
          format("] %5.1f%%  %lld:%02lld:%02lld left", 100 * done, left / 3600, left / 60 % 60, left % 60);
 }
 
-Progress::Progress(const Config& config) : config_(config), terminal_(::isatty(STDERR_FILENO) == 1) {
+Progress::Progress(const Config& config, const std::optional<CardPeaks>& peaks)
+    : config_(config), peaks_(peaks), terminal_(::isatty(STDERR_FILENO) == 1) {
   std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);
 }
 
 void Progress::step(const StepRecord& r) {
   ms_per_step_ = ms_per_step_ == 0 ? r.ms : 0.9 * ms_per_step_ + 0.1 * r.ms;
   if (terminal_) shown_ = progress_line(r.step, config_.training.train_iters, ms_per_step_);
-  print(step_line(r, config_));
+  print(step_line(r, config_, peaks_));
 }
 
 void Progress::eval(const EvalRecord& r) { print(eval_line(r, config_)); }

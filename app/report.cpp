@@ -6,6 +6,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "app/card_peaks.h"
 #include "app/environment.h"
 #include "app/run_directory.h"
 #include "core/error.h"
@@ -46,6 +47,16 @@ Json json_of(const RankUsage& r) {
           {"end_bytes", r.end_bytes}};
 }
 
+// Of a rank's card; null where its peaks are not known.
+Json utilization_of(double tflops, const std::string& device) {
+  const auto peaks = peaks_of(device);
+  if (!peaks) return nullptr;
+  return {{"bf16_dense_peak_tflops", peaks->bf16},
+          {"of_bf16_dense_peak", tflops / peaks->bf16},
+          {"fp8_dense_peak_tflops", peaks->fp8},
+          {"of_fp8_dense_peak", tflops / peaks->fp8}};
+}
+
 Json timing_of(const RunReport& r) {
   Json trials = Json::array();
   for (std::size_t rank = 0; rank < r.rank_step_ms.size(); ++rank) {
@@ -56,6 +67,7 @@ Json timing_of(const RunReport& r) {
   const double median = median_step_ms(r.rank_step_ms);
   const std::int64_t per_token = flops_per_token(r.config.model, r.config.training.seq_length);
   const double tokens_per_second = per_second(r.config.tokens_per_step(), median);
+  const double tflops = tokens_per_second * static_cast<double>(per_token) * 1e-12 / r.config.ranks();
   return {{"metric", "optimizer-step wall time, maximum over ranks, median over steps without the first"},
           {"trials", trials},
           {"first_step_ms", first},
@@ -64,7 +76,8 @@ Json timing_of(const RunReport& r) {
           {"tokens_per_second", tokens_per_second},
           {"flops_per_token", per_token},
           {"flops_formula", "6 (L(4h^2 + 2hf) + Vh) + 6 L h T"},
-          {"model_tflops_per_rank", tokens_per_second * static_cast<double>(per_token) * 1e-12 / r.config.ranks()}};
+          {"model_tflops_per_rank", tflops},
+          {"utilization", utilization_of(tflops, r.ranks.empty() ? "" : r.ranks.front().device)}};
 }
 
 // The lines of a metrics file that a run resumed after `step` does not write again. The evaluation after the last step

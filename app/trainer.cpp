@@ -126,7 +126,7 @@ void Trainer::open_run() {
   run_directory_.emplace(config_);
   const auto resumed_step = report_.resumed ? std::optional(report_.resumed->step) : std::nullopt;
   metrics_ = std::make_unique<MetricsLog>(run_directory_->path(), config_, resumed_step);
-  progress_ = std::make_unique<Progress>(config_);
+  progress_ = std::make_unique<Progress>(config_, peaks_of(backend_.device->description()));
   progress_->note("run folder " + run_directory_->path() + " | " + counted(config_.ranks(), "rank") + ", schedule " +
                   name_of(config_.pipeline.schedule) + ", " + counted(config_.microbatches(), "microbatch", "es") +
                   " a step | " + backend_.device->description() + " | transport " + binding_.transport);

@@ -60,6 +60,21 @@ TEST_CASE("tokens per second and TFLOP/s follow from the median step") {
   CHECK(std::abs(timing["model_tflops_per_rank"].get<double>() - 256 / 0.013 * per_token * 1e-12 / 2) < 1e-12);
 }
 
+TEST_CASE("the rate is held against both dense peaks of a card that is known, and of no other") {
+  RunReport report = full_report();
+  CHECK(json::parse(report_json(report))["timing"]["utilization"].is_null());
+  for (RankUsage& rank : report.ranks) rank.device = "NVIDIA H200, sm_90";
+  const json timing = json::parse(report_json(report))["timing"];
+  const double tflops = timing["model_tflops_per_rank"].get<double>();
+  CHECK(timing["utilization"]["of_bf16_dense_peak"].get<double>() == tflops / 989);
+  CHECK(timing["utilization"]["of_fp8_dense_peak"].get<double>() == tflops / 1979);
+  CHECK(peaks_of("NVIDIA H100 PCIe, sm_90")->fp8 == 1513);
+  CHECK(peaks_of("NVIDIA H100 80GB HBM3, sm_90")->fp8 == 1979);
+  CHECK_FALSE(peaks_of("CPU reference backend, AVX2").has_value());
+  CHECK_THAT(step_line({12, 3.5, 1.5, 3e-4, 8, false}, parse_config("{}", "tiny.json"), CardPeaks{1e-3, 2e-3}),
+             ContainsSubstring(" % of BF16 dense, ") && ContainsSubstring(" % of FP8)"));
+}
+
 TEST_CASE("losses in reports and metrics read back to the same bits") {
   const Scratch dir;
   const Config config = parse_config("{}", "tiny.json");
@@ -201,10 +216,10 @@ TEST_CASE("a failed run's report says why, with which exit code and in which ste
 
 TEST_CASE("log lines say what users look for") {
   const Config config = parse_config("{}", "tiny.json");
-  CHECK_THAT(step_line({12, 3.14159, 1.5, 3e-4, 8, false}, config),
+  CHECK_THAT(step_line({12, 3.14159, 1.5, 3e-4, 8, false}, config, {}),
              ContainsSubstring("step     12/100 | loss 3.1416 | norm 1.5000 | lr 3.00e-04 | 8.00 ms | 32000 tok/s"));
-  CHECK_THAT(step_line({12, kNaN, 1.5, 3e-4, 8, true}, config), ContainsSubstring("| skipped"));
-  CHECK_THAT(step_line({12, 1.5, -kNaN, 3e-4, 8, false}, config),
+  CHECK_THAT(step_line({12, kNaN, 1.5, 3e-4, 8, true}, config, {}), ContainsSubstring("| skipped"));
+  CHECK_THAT(step_line({12, 1.5, -kNaN, 3e-4, 8, false}, config, {}),
              ContainsSubstring("| norm nan |") && ContainsSubstring("| not finite"));
   CHECK_THAT(eval_line({100, 1.25, 640, 3}, config), ContainsSubstring("valid loss 1.2500 over 640 tokens"));
   CHECK(progress_line(50, 100, 74460) == "[##########----------]  50.0%  1:02:03 left");
