@@ -55,9 +55,7 @@ class Job {
   [[nodiscard]] std::string mpirun(const std::string& arguments, const std::string& launcher_options = "") const {
     return mpiexec(launcher_options) + " -n " + std::to_string(ranks_) + " " + kQeffect + " " + arguments;
   }
-  static std::string mpiexec(const std::string& options = "") {
-    return std::string(QE_MPIEXEC) + " --oversubscribe " + options;
-  }
+  static std::string mpiexec(const std::string& options = "");
   [[nodiscard]] std::string checkpoints(const std::string& name = "run") const { return dir_ / (name + "/ckpt"); }
   [[nodiscard]] const Scratch& dir() const { return dir_; }
 
@@ -83,7 +81,7 @@ class Job {
     return true;
   }
 
-  static inline const std::string kQeffect = QE_QEFFECT;
+  static const std::string kQeffect;
 
  private:
   Scratch dir_;
