@@ -71,8 +71,8 @@ class CpuDevice final : public Device {
 
   // For transports. A message cannot be captured.
   void enqueue_message(Stream&, std::unique_ptr<Pending>);
-  // The host waits for `done`, with the obligations kept meanwhile. Throws as HostWait::look() does after a time without
-  // any progress; its detail is what every stream of this rank waits for.
+  // The host waits for `done`, with the obligations kept meanwhile. Throws as HostWait::look() does after a time
+  // without any progress; its detail is what every stream of this rank waits for.
   void wait_until(const std::function<bool()>& done, const std::function<std::string()>& what);
   void set_host_wait(const HostWait& wait) { wait_ = wait; }      // a deadline of 60 s until set
   void set_owner(std::string rank) { owner_ = std::move(rank); }  // "rank 3", for reports
