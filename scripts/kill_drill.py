@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Kills all ranks of a small job at random moments, half of them inside a save, and starts the same command again.
 
-After every kill the newest complete checkpoint that `latest` announces is found by `qeffect inspect --verify`, apart
-from the run. The next start must take it, say what newer or unfinished ones it passed over, and print the parameter digest that an
-undisturbed run had at that step. No hand is needed between two starts. Writes the counts as JSON; exits 1 when a start
+After every kill the newest complete checkpoint that `latest` announces is found by `qeffect inspect --verify`, apart from
+the run. The next start must take it, say what newer or unfinished ones it passed over, and print the parameter digest that
+an undisturbed run had at that step. No hand is needed between two starts. Writes the counts as JSON; exits 1 when a start
 went wrong.
 """
 
