@@ -46,7 +46,7 @@ run_tests() {  # NAME CTEST_ARGUMENTS...
   ctest --test-dir build/cuda --output-on-failure --no-tests=error -j4 -R "$tests" --output-junit "$output/$name.xml" "$@" ||
     status=1
 }
-run_tests fast -L 'ops|gpu' -LE slow
+run_tests fast -L 'ops|gpu' -LE 'slow|drill'
 if [ $slow = yes ]; then run_tests slow -L 'slow'; fi
 
 sanitizer() {  # TOOL NAME COMMAND...

@@ -5,10 +5,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 usage() {
   cat <<TXT
-usage: scripts/test.sh [--fast | --slow | --asan | --tsan]
+usage: scripts/test.sh [--fast | --slow | --drills | --asan | --tsan]
   (none)   layout and format checks, the fast tests, then the slow ones
   --fast   the checks and the fast tests: about two minutes after the build
   --slow   the checks and the slow tests only
+  --drills the checks, and whole jobs that are killed, stopped, signalled, denied their disk or started over and over
   --asan   the fast tests under AddressSanitizer and UndefinedBehaviorSanitizer (preset cpu-asan)
   --tsan   the fast tests under ThreadSanitizer, without those under mpirun (preset cpu-tsan)
 Tests that need a GPU are skipped, and say so, where there is none.
@@ -18,7 +19,7 @@ TXT
 mode=${1:-all}
 case "$mode" in
   --help | -h) usage && exit 0 ;;
-  all | --fast | --slow | --asan | --tsan) [ $# -le 1 ] || { usage >&2; exit 2; } ;;
+  all | --fast | --slow | --drills | --asan | --tsan) [ $# -le 1 ] || { usage >&2; exit 2; } ;;
   *) usage >&2; exit 2 ;;
 esac
 
@@ -74,14 +75,18 @@ case "$mode" in
     ;;
 esac
 
-if [ "$mode" != --slow ]; then
+if [ "$mode" != --slow ] && [ "$mode" != --drills ]; then
   say "Fast tests"
   case "$mode" in
-    --tsan) run_tests -LE 'slow|mpi' ;;
-    *) run_tests -LE slow ;;
+    --tsan) run_tests -LE 'slow|drill|mpi' ;;
+    *) run_tests -LE 'slow|drill' ;;
   esac
 fi
 if [ "$mode" = all ] || [ "$mode" = --slow ]; then
   say "Slow tests"
   run_tests -L slow
+fi
+if [ "$mode" = --drills ]; then
+  say "Drills"
+  run_tests -L drill
 fi
