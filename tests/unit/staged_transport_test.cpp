@@ -323,7 +323,7 @@ TEST_CASE("when a rank fails the others stop waiting at once and name it") {
                                   ready = true;
                                   try {
                                     r.transport.recv(r.in, &value, sizeof value, 0, label(ActionKind::kRecvF, 1, 0));
-                                  } catch (const qe::DeviceError& e) {
+                                  } catch (const qe::Error& e) {
                                     reason = e.what();
                                   }
                                 }),
