@@ -63,7 +63,7 @@ Json report(const std::string& folder) { return Json::parse(text_of(folder + "/r
 
 }  // namespace
 
-TEST_CASE("killed once and asked to stop twice, the same command ends as the run that nothing interrupted") {
+TEST_CASE("killed once and asked to stop twice, the same command ends as the run that nothing interrupted", "[slow]") {
   const Scratch dir;
   make_data(dir);
   const Outcome whole = run(ranks(2, train(dir, "whole")));
