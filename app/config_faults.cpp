@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <sstream>
 
 #include "core/error.h"
 
@@ -76,6 +77,21 @@ std::string shortened(const std::string& text, std::size_t most) {
 
 std::string counted(std::int64_t count, const std::string& what, const char* plural) {
   return std::to_string(count) + " " + what + (count == 1 ? "" : plural);
+}
+
+std::pair<std::string, std::string> first_difference(const std::string& a, const std::string& b) {
+  const auto bare = [](const std::string& line) {
+    const std::size_t start = line.find_first_not_of(' '), end = line.find_last_not_of(" ,");
+    return start == std::string::npos ? "nothing" : line.substr(start, end - start + 1);
+  };
+  std::istringstream left(a), right(b);
+  std::string l, r;
+  do {
+    l.clear(), r.clear();
+    std::getline(left, l);
+    std::getline(right, r);
+  } while (l == r && (left || right));
+  return {bare(l), bare(r)};
 }
 
 std::string join(const std::vector<std::string>& parts) {

@@ -5,6 +5,7 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace qe {
@@ -29,6 +30,8 @@ std::string shortened(const std::string& text, std::size_t most);
 std::string counted(std::int64_t count, const std::string& what, const char* plural = "s");
 // "a", "a and b", "a, b and c".
 std::string join(const std::vector<std::string>& parts);
+// The first line that two texts do not share, as each has it, without spaces and commas around; "nothing" past an end.
+std::pair<std::string, std::string> first_difference(const std::string& a, const std::string& b);
 // "the nearest is 16", "the nearest are 512 and 528": positive multiples of unit around a value that is none.
 std::string nearest_multiples(std::int64_t value, std::int64_t unit);
 

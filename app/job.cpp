@@ -9,7 +9,6 @@
 #include <map>
 #include <new>
 #include <optional>
-#include <sstream>
 #include <thread>
 #include <vector>
 
@@ -21,6 +20,7 @@ namespace qe {
 namespace {
 
 constexpr std::size_t kMostRanksNamed = 8;
+constexpr std::size_t kMostShown = 100;  // bytes of what a rank has
 constexpr auto kPoll = std::chrono::milliseconds(1);
 
 struct Verdict {
@@ -79,22 +79,6 @@ std::string named(const std::vector<std::size_t>& ranks) {
   return (names.size() == 1 ? "rank " : "ranks ") + join(names) + ": ";
 }
 
-// The first line that two texts do not share, as each has it.
-std::pair<std::string, std::string> first_difference(const std::string& a, const std::string& b) {
-  const auto bare = [](const std::string& line) {
-    const std::size_t start = line.find_first_not_of(' '), end = line.find_last_not_of(" ,");
-    return shortened(start == std::string::npos ? "nothing" : line.substr(start, end - start + 1), 100);
-  };
-  std::istringstream left(a), right(b);
-  std::string l, r;
-  do {
-    l.clear(), r.clear();
-    std::getline(left, l);
-    std::getline(right, r);
-  } while (l == r && (left || right));
-  return {bare(l), bare(r)};
-}
-
 // The job's exit code, alike on every rank; 0: all go on. Rank 0 prints.
 int agree(const Verdict& mine, Watchdog& watchdog, double timeout_s) {
   const std::vector<Verdict> all = exchange(mine, watchdog, timeout_s);
@@ -114,7 +98,8 @@ int agree(const Verdict& mine, Watchdog& watchdog, double timeout_s) {
   if (code != 0) return code;
   const auto other = std::find_if(all.begin(), all.end(), [&](const Verdict& v) { return v.text != all.front().text; });
   if (other == all.end()) return 0;
-  const auto [first, here] = first_difference(all.front().text, other->text);
+  auto [first, here] = first_difference(all.front().text, other->text);
+  first = shortened(first, kMostShown), here = shortened(here, kMostShown);
   if (speaks) {
     print_error("Rank " + std::to_string(other - all.begin()) + " has " + here + " where rank 0 has " + first +
                 "; give every rank the same file and the same options.");
@@ -191,12 +176,6 @@ Ending run_body(const Config& config, const JobBody& body, Watchdog& watchdog) {
     int code = 0;
     try {
       code = body(config, &board);
-    } catch (const NonFiniteError& e) {  // every rank decided alike: told once, and the job ends in order
-      if (rank == 0) print_error(e.what());
-      code = static_cast<int>(e.exit_code());
-    } catch (const CheckpointError& e) {  // as above
-      if (rank == 0) print_error(e.what());
-      code = static_cast<int>(e.exit_code());
     } catch (const AgreedError& e) {
       if (rank == 0) print_error(e.what());
       code = static_cast<int>(e.exit_code());

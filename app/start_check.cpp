@@ -1,6 +1,5 @@
 #include "app/start_check.h"
 
-#include <unistd.h>
 #include <xxhash.h>
 
 #include <algorithm>
@@ -10,8 +9,10 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "app/config_faults.h"
 #include "app/plan_memory.h"
 #include "core/error.h"
+#include "kernels/wire/process.h"
 
 namespace qe {
 namespace {
@@ -20,12 +21,6 @@ using Json = nlohmann::json;
 
 // The optimizer computes on the caller's stream, everything else on the graphs'.
 constexpr std::size_t kComputingStreams = 2;
-
-std::string host_name() {
-  char name[256] = "";
-  (void)gethostname(name, sizeof name - 1);
-  return name;
-}
 
 std::string gibibytes(std::size_t bytes) {
   char text[32];
@@ -36,7 +31,6 @@ std::string gibibytes(std::size_t bytes) {
 // What a rank tells the others.
 struct Standing {
   std::string refusal;  // why it cannot compute; empty: it can
-  std::string gemms;    // digest of its choices
   std::string where;    // the memory that it uses
   std::size_t free = 0;
   std::array<std::size_t, kMemoryKinds> bytes{};  // it needs
@@ -44,11 +38,11 @@ struct Standing {
 };
 
 Json to_json(const Standing& s) {
-  return {{"refusal", s.refusal}, {"gemms", s.gemms}, {"where", s.where}, {"free", s.free}, {"bytes", s.bytes}};
+  return {{"refusal", s.refusal}, {"where", s.where}, {"free", s.free}, {"bytes", s.bytes}};
 }
 Standing standing_from(const Json& j) {
-  return {j.at("refusal").get<std::string>(), j.at("gemms").get<std::string>(), j.at("where").get<std::string>(),
-          j.at("free").get<std::size_t>(), j.at("bytes").get<std::array<std::size_t, kMemoryKinds>>()};
+  return {j.at("refusal").get<std::string>(), j.at("where").get<std::string>(), j.at("free").get<std::size_t>(),
+          j.at("bytes").get<std::array<std::size_t, kMemoryKinds>>()};
 }
 
 std::string lines_of(const std::vector<GemmChoice>& choices) {
@@ -57,40 +51,12 @@ std::string lines_of(const std::vector<GemmChoice>& choices) {
   return text;
 }
 
-// The first line that is not in both.
-std::string first_difference(const std::string& a, const std::string& b) {
-  const auto lines = [](const std::string& text) {
-    std::vector<std::string> all;
-    for (std::size_t start = 0; start < text.size();) {
-      const std::size_t end = text.find('\n', start);
-      all.push_back(text.substr(start, end - start));
-      start = end + 1;
-    }
-    return all;
-  };
-  const std::vector<std::string> left = lines(a), right = lines(b);
-  const auto [l, r] = std::mismatch(left.begin(), left.end(), right.begin(), right.end());
-  return l != left.end() ? *l : r != right.end() ? *r : "the library's version";
-}
-
 void expect_products(const std::vector<Standing>& all) {
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (!all[r].refusal.empty()) {
       throw AgreedError(ExitCode::kDevice, "Rank " + std::to_string(r) + ": " + all[r].refusal);
     }
   }
-}
-
-void expect_same_gemms(const std::vector<Standing>& all, const std::vector<GemmChoice>& mine, Transport& transport) {
-  const auto other = std::find_if(all.begin(), all.end(), [&](const Standing& s) { return s.gemms != all[0].gemms; });
-  if (other == all.end()) return;
-  const auto r = static_cast<std::size_t>(other - all.begin());
-  const std::vector<std::string> tables = transport.exchange(lines_of(mine), Group::kWorld);
-  throw AgreedError(ExitCode::kDevice, "Rank " + std::to_string(r) +
-                                           " would compute with other GEMM algorithms than rank "
-                                           "0, so that bits would depend on who computes: " +
-                                           first_difference(tables[0], tables[r]) +
-                                           "; use the same GPU model and the same libraries on every rank.");
 }
 
 // The largest kinds, and what lowers them.
@@ -136,6 +102,21 @@ void expect_room(const std::vector<Standing>& all, const RankConfig& config) {
 
 }  // namespace
 
+void expect_same_gemms(const std::vector<GemmChoice>& mine, Transport& transport) {
+  const std::string table = lines_of(mine);
+  const std::vector<std::string> digests =
+      transport.exchange(std::to_string(XXH3_64bits(table.data(), table.size())), Group::kWorld);
+  const auto other = std::find_if(digests.begin(), digests.end(), [&](const auto& d) { return d != digests.front(); });
+  if (other == digests.end()) return;
+  const auto r = static_cast<std::size_t>(other - digests.begin());
+  const std::vector<std::string> tables = transport.exchange(table, Group::kWorld);
+  const auto [first, here] = first_difference(tables.front(), tables[r]);
+  throw AgreedError(ExitCode::kDevice, "Rank " + std::to_string(r) + " would compute \"" + here +
+                                           "\" where rank 0 has \"" + first +
+                                           "\", so bits would depend on who computes; use the same GPU model and "
+                                           "the same libraries on every rank.");
+}
+
 StartCheck check_start(const RankConfig& config, const RankPlan& plan, Backend& backend, Transport& transport) {
   const int replicas = transport.size(Group::kData);
   const MemoryPool pool = backend.device->memory_pool();
@@ -151,16 +132,13 @@ StartCheck check_start(const RankConfig& config, const RankPlan& plan, Backend& 
   } catch (const DeviceError& e) {
     mine.refusal = e.what();
   }
-  const std::string table = lines_of(check.gemms);
-  mine.gemms = std::to_string(XXH3_64bits(table.data(), table.size()));
-
   std::vector<Standing> all;
   for (const std::string& text : transport.exchange(to_json(mine).dump(), Group::kWorld)) {
     all.push_back(standing_from(Json::parse(text)));
   }
   try {
     expect_products(all);
-    expect_same_gemms(all, check.gemms, transport);
+    expect_same_gemms(check.gemms, transport);
     expect_room(all, config);
   } catch (const AgreedError&) {
     transport.barrier(Group::kWorld);  // a rank that unwinds is heard of, so all must know why first

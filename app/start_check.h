@@ -20,4 +20,7 @@ struct StartCheck {
 // kind, what is free and the keys that lower it. Ranks that share a card, or a host's memory, are taken together.
 StartCheck check_start(const RankConfig&, const RankPlan&, Backend&, Transport&);
 
+// Its part about algorithms. Collective.
+void expect_same_gemms(const std::vector<GemmChoice>& mine, Transport&);
+
 }  // namespace qe

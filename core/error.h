@@ -46,22 +46,21 @@ struct ScheduleError : Error {
 struct DataError : Error {
   explicit DataError(const std::string& m) : Error(ExitCode::kData, m) {}
 };
-struct CheckpointError : Error {
-  explicit CheckpointError(const std::string& m) : Error(ExitCode::kCheckpoint, m) {}
+// What every rank found alike, from what all told each other: said once, and the job ends in order.
+struct AgreedError : Error {
+  using Error::Error;
+};
+struct CheckpointError : AgreedError {
+  explicit CheckpointError(const std::string& m) : AgreedError(ExitCode::kCheckpoint, m) {}
 };
 // Loss or gradients are not finite and the policy says stop.
-struct NonFiniteError : Error {
-  explicit NonFiniteError(const std::string& m) : Error(ExitCode::kNonFinite, m) {}
+struct NonFiniteError : AgreedError {
+  explicit NonFiniteError(const std::string& m) : AgreedError(ExitCode::kNonFinite, m) {}
 };
 // A device, CUDA, NCCL or MPI call failed, or a deadline passed.
 struct DeviceError : Error {
   explicit DeviceError(const std::string& m) : Error(ExitCode::kDevice, m) {}
 };
-// What every rank found alike, from what all told each other: said once, and the job ends in order.
-struct AgreedError : Error {
-  using Error::Error;
-};
-
 // Throws std::logic_error naming file and line: a bug of ours, never the user's.
 [[noreturn]] void expectation_failed(const char* condition, const char* why, const char* file, int line);
 

@@ -100,7 +100,7 @@ void Boundary::send(StageBoundary& b, Direction direction, const Action& a) {
   device_.wait(stream, *out.produced);
   contract_.begin_use({a.stage, forward ? BoundaryKind::kOutput : BoundaryKind::kInputGrad, to_int(slot)}, a);
   {
-    const StepTimeline::Span span(timeline_, stream, "send", to_string(a));
+    const StepTimeline::Span span(timeline_, stream, "send", [&] { return to_string(a); });
     transport_.send(stream, data.data, data.bytes(), peer, a);
   }
   device_.record(*out.consumed, stream);
@@ -119,7 +119,7 @@ void Boundary::receive(StageBoundary& b, Direction direction, const Action& a) {
   contract_.ordered(buffer);
   contract_.begin_use(buffer, a);
   {
-    const StepTimeline::Span span(timeline_, stream, "receive", to_string(a));
+    const StepTimeline::Span span(timeline_, stream, "receive", [&] { return to_string(a); });
     transport_.recv(stream, entry.memory.data(), b.stage->output(SlotIndex{0}).bytes(), peer, a);
   }
   device_.record(*entry.received, stream);
@@ -155,7 +155,7 @@ void Boundary::deliver(StageBoundary& b, Direction direction, const Action& a, c
     device_.wait(graph_, *out.produced);
     contract_.begin_use(
         {from->stage->index(), forward ? BoundaryKind::kOutput : BoundaryKind::kInputGrad, to_int(slot)}, a);
-    const StepTimeline::Span span(timeline_, graph_, "compute", "copy to " + to_string(a));
+    const StepTimeline::Span span(timeline_, graph_, "compute", [&] { return "copy to " + to_string(a); });
     device_.copy(graph_, to.data, data.data, to.bytes());
     device_.record(*out.consumed, graph_);
     return;
@@ -168,7 +168,7 @@ void Boundary::deliver(StageBoundary& b, Direction direction, const Action& a, c
   device_.wait(graph_, *entry.received);
   contract_.ordered(buffer);
   contract_.begin_use(buffer, a);
-  const StepTimeline::Span span(timeline_, graph_, "compute", "copy to " + to_string(a));
+  const StepTimeline::Span span(timeline_, graph_, "compute", [&] { return "copy to " + to_string(a); });
   device_.copy(graph_, to.data, entry.memory.data(), to.bytes());
   device_.record(*entry.copied, graph_);
 }

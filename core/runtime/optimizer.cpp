@@ -86,11 +86,11 @@ OptimizerScalars Optimizer::step(Stream& stream, float learning_rate, std::uint3
   // Each cell belongs to one rank; the others add zero.
   device_.zero(stream, partials_.data(), partials_.bytes());
   {
-    const StepTimeline::Span span(timeline_, stream, "optimizer", "gradient norm");
+    const StepTimeline::Span span(timeline_, stream, "optimizer", [] { return "gradient norm"; });
     ops_.gradient_norm(stream, norm_args_);
   }
   {
-    const StepTimeline::Span span(timeline_, stream, "optimizer", "sum of norms");
+    const StepTimeline::Span span(timeline_, stream, "optimizer", [] { return "sum of norms"; });
     transport_.all_reduce_sum(stream, partials_.as<float>(), 2 * clip_args_.count, Group::kPipeline);
   }
   if (probe_ != nullptr) {
@@ -102,7 +102,7 @@ OptimizerScalars Optimizer::step(Stream& stream, float learning_rate, std::uint3
     }
   }
   {
-    const StepTimeline::Span span(timeline_, stream, "optimizer", "AdamW");
+    const StepTimeline::Span span(timeline_, stream, "optimizer", [] { return "AdamW"; });
     ops_.clip_factor(stream, clip_args_);
     ops_.adamw(stream, adamw_args_);
   }

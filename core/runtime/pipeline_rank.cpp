@@ -113,7 +113,7 @@ double PipelineRank::loss_sum() {
   // Only the last stage's rank of each replica has losses; every other cell is zero.
   std::vector<float> cells(static_cast<std::size_t>(config_.stage.microbatches));
   {
-    const StepTimeline::Span span(config_.timeline, *caller_, "optimizer", "sum of losses");
+    const StepTimeline::Span span(config_.timeline, *caller_, "optimizer", [] { return "sum of losses"; });
     transport_.all_reduce_sum(*caller_, loss_.as<float>(), config_.stage.microbatches, Group::kWorld);
   }
   device_.download(*caller_, cells.data(), loss_.data(), loss_.bytes());

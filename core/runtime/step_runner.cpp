@@ -56,7 +56,7 @@ void StepRunner::run_compute(const Action& action) {
   }
   boundary_.deliver_inputs(action, slot);
   {
-    const StepTimeline::Span span(timeline_, graph_, "compute", to_string(action));
+    const StepTimeline::Span span(timeline_, graph_, "compute", [&] { return to_string(action); });
     executor_.run(action, guard.slots(), guard.first_write());
   }
   boundary_.mark_produced(action, slot);
@@ -72,13 +72,15 @@ void StepRunner::update_scales(const TransformerStage& stage, Chain chain) {
     const Fp8State& state = stage.scaling(chain);
     transport_.all_reduce_max(graph_, state.amaxes(), state.slots(), Group::kData);
   }
-  const StepTimeline::Span span(timeline_, graph_, "compute", "update " + std::to_string(to_int(stage.index())));
+  const StepTimeline::Span span(timeline_, graph_, "compute",
+                                [&] { return "update " + std::to_string(to_int(stage.index())); });
   executor_.update_scales(stage.index(), chain);
 }
 
 void StepRunner::refresh(StageIndex stage) {
   {
-    const StepTimeline::Span span(timeline_, graph_, "compute", "refresh " + std::to_string(to_int(stage)));
+    const StepTimeline::Span span(timeline_, graph_, "compute",
+                                  [&] { return "refresh " + std::to_string(to_int(stage)); });
     executor_.refresh(stage);
   }
   for (const CacheLayout layout : {CacheLayout::kRowwise, CacheLayout::kColumnwise, CacheLayout::kBf16Copies}) {
@@ -92,7 +94,8 @@ void StepRunner::reduce(StageIndex stage) {
   if (reduction_ == nullptr) return complete_reductions();  // one replica: nothing to add, nothing in flight
   device_.record(*gradients_done_, graph_);
   device_.wait(*reduction_, *gradients_done_);
-  const StepTimeline::Span span(timeline_, *reduction_, "reduce", "reduce " + std::to_string(to_int(stage)));
+  const StepTimeline::Span span(timeline_, *reduction_, "reduce",
+                                [&] { return "reduce " + std::to_string(to_int(stage)); });
   for (const ParameterKind kind : {ParameterKind::kMatrix, ParameterKind::kVector}) {
     const Tensor gradients = stage_of(stages_, stage)->gradients().all(kind);
     QE_EXPECTS(gradients.dtype == DType::kF32, "replicas sum FP32 gradients");

@@ -9,16 +9,14 @@ void StepTimeline::begin_step(Stream& stream) {
   device_.record(*start_, stream);
 }
 
-StepTimeline::Span::Span(StepTimeline* timeline, Stream& stream, const char* lane, std::string name)
-    : timeline_(timeline != nullptr && timeline->watching_ ? timeline : nullptr), stream_(stream) {
-  if (timeline_ == nullptr) return;
+void StepTimeline::Span::begin(const char* lane, std::string name) {
   index_ = timeline_->used_++;
   auto& records = timeline_->records_;
   Device& device = timeline_->device_;
   if (index_ == records.size()) records.push_back({{}, {}, device.make_timed_event(), device.make_timed_event()});
   records[index_].lane = lane;
   records[index_].name = std::move(name);
-  device.record(*records[index_].begin, stream);
+  device.record(*records[index_].begin, stream_);
 }
 
 StepTimeline::Span::~Span() {

@@ -22,19 +22,26 @@ class StepTimeline {
   // From making to destruction: what is enqueued on the stream meanwhile. Waits that were enqueued before do not count.
   class Span {
    public:
-    Span(StepTimeline*, Stream&, const char* lane, std::string name);  // null or not watching: nothing is recorded
+    // `name()` makes the text, and is not called when nobody watches (or the timeline is null): steps are hot.
+    template <class Name>
+    Span(StepTimeline* timeline, Stream& stream, const char* lane, const Name& name)
+        : timeline_(timeline != nullptr && timeline->watching_ ? timeline : nullptr), stream_(stream) {
+      if (timeline_ != nullptr) begin(lane, name());
+    }
     ~Span();
     Span(const Span&) = delete;
     Span& operator=(const Span&) = delete;
 
    private:
+    void begin(const char* lane, std::string name);
+
     StepTimeline* timeline_;
     Stream& stream_;
     std::size_t index_ = 0;
   };
 
   struct Piece {
-    std::string lane;  // "compute", "send to rank 1", "optimizer"
+    std::string lane;  // "compute", "send", "receive", "reduce", "optimizer"
     std::string name;  // "0F1", "refresh 2"
     double begin_ms = 0, end_ms = 0;
   };

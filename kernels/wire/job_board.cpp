@@ -41,12 +41,6 @@ constexpr double kStopped_s = 2;  // a process that has not ticked for so long i
 std::int64_t now() noexcept { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 double seconds_since(std::int64_t t) noexcept { return static_cast<double>(now() - t) * 1e-9; }
 
-std::string host_name() {
-  char name[256] = {};
-  ::gethostname(name, sizeof name - 1);
-  return name;
-}
-
 // Unique on the host: no two processes share a number, and no process makes two pages in one nanosecond.
 std::string fresh_name() { return "/qeffect-" + std::to_string(::getpid()) + "-" + std::to_string(now()); }
 

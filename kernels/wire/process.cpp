@@ -34,6 +34,12 @@ std::optional<ProcessStat> stat_of(int pid) noexcept {
 
 }  // namespace
 
+std::string host_name() {
+  char name[256] = {};
+  ::gethostname(name, sizeof name - 1);
+  return name;
+}
+
 std::optional<std::uint64_t> birth_of(int pid) noexcept {
   const auto s = stat_of(pid);
   if (!s || s->state == 'Z' || s->state == 'X') return std::nullopt;

@@ -8,6 +8,7 @@
 
 #include "tests/catch.h"
 #include "tests/running.h"
+#include "tests/unit/run_metrics.h"
 #include "tests/unit/scratch.h"
 
 namespace {
@@ -46,19 +47,7 @@ std::string train(const Scratch& dir, const std::string& name) {
          " --set checkpoint.dir=" + (dir / (name + "/checkpoints"));
 }
 
-// What a run measured, without times.
-std::vector<Json> metrics(const std::string& folder) {
-  std::ifstream file(folder + "/report/metrics.jsonl");
-  std::vector<Json> lines;
-  for (std::string line; std::getline(file, line);) {
-    Json j = Json::parse(line);
-    for (const char* timed : {"ms", "tokens_per_second", "tokens_per_second_per_rank", "model_tflops_per_rank"}) {
-      j.erase(timed);
-    }
-    lines.push_back(j);
-  }
-  return lines;
-}
+std::vector<Json> metrics(const std::string& folder) { return metrics_of(folder + "/report/metrics.jsonl"); }
 Json report(const std::string& folder) { return Json::parse(text_of(folder + "/report/report.json")); }
 
 }  // namespace

@@ -10,6 +10,7 @@
 
 #include "tests/catch.h"
 #include "tests/running.h"
+#include "tests/unit/run_metrics.h"
 #include "tests/unit/scratch.h"
 
 namespace {
@@ -46,19 +47,7 @@ std::string train(const Scratch& dir, const std::string& name, const std::string
   return "train --config " + (dir / "c.json") + " --set report.dir=" + (dir / name) + " --set " + settings;
 }
 
-// The lines of a run's metrics, without times.
-std::vector<Json> metrics(const std::string& folder) {
-  std::ifstream file(folder + "/metrics.jsonl");
-  std::vector<Json> lines;
-  for (std::string line; std::getline(file, line);) {
-    Json j = Json::parse(line);
-    for (const char* timed : {"ms", "tokens_per_second", "tokens_per_second_per_rank", "model_tflops_per_rank"}) {
-      j.erase(timed);
-    }
-    lines.push_back(j);
-  }
-  return lines;
-}
+std::vector<Json> metrics(const std::string& folder) { return metrics_of(folder + "/metrics.jsonl"); }
 
 // Digests of all that a run's last checkpoint stores, by name.
 std::map<std::string, std::string> stored(const std::string& folder, int step) {

@@ -76,3 +76,30 @@ TEST_CASE("every rank knows the products of the whole model, in eager mode too")
   CHECK(shapes(test_config(kTwoRanks)) == alone);
   CHECK(shapes(test_config(kTwoRanks + Overrides{"execution.mode=eager"})) == alone);
 }
+
+TEST_CASE("ranks that would compute a product differently are refused alike, with the product and both algorithms") {
+  const auto compare = [](const std::vector<std::vector<GemmChoice>>& choices) {
+    ThreadWorld world(static_cast<int>(choices.size()), 1);
+    std::vector<std::string> ends(choices.size());
+    run_ranks(world, [&](int rank) {
+      CpuDevice device;
+      const auto transport = world.connect(rank, device);
+      const auto r = static_cast<std::size_t>(rank);
+      try {
+        expect_same_gemms(choices[r], *transport);
+      } catch (const AgreedError& e) {
+        ends[r] = e.what();
+      }
+      transport->barrier(Group::kWorld);
+    });
+    return ends;
+  };
+  const std::vector<GemmChoice> ours{{"a", "1"}, {"b", "2"}};
+  CHECK(compare({ours, ours, ours}) == std::vector<std::string>(3));
+  const std::vector<std::string> ends = compare({ours, ours, {{"a", "1"}, {"b", "3"}}});
+  CHECK(ends[0] == ends[1]);
+  CHECK(ends[0] == ends[2]);
+  CHECK_THAT(ends[0], ContainsSubstring("Rank 2 would compute \"b: algorithm 3\"") &&
+                          ContainsSubstring("rank 0 has \"b: algorithm 2\""));
+  CHECK_THAT(compare({ours, {ours[0]}})[1], ContainsSubstring("would compute \"nothing\""));
+}
