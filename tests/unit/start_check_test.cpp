@@ -2,8 +2,11 @@
 #include "app/start_check.h"
 
 #include <array>
+#include <fstream>
 #include <set>
 
+#include "app/checkpointer.h"
+#include "app/commands/commands.h"
 #include "app/pipeline_plan.h"
 #include "app/plan_memory.h"
 #include "core/error.h"
@@ -11,6 +14,7 @@
 #include "kernels/cpu/thread_transport.h"
 #include "tests/catch.h"
 #include "tests/runtime/training_run.h"
+#include "tests/unit/scratch.h"
 
 using namespace qe;
 using namespace qe::testing;
@@ -102,4 +106,38 @@ TEST_CASE("ranks that would compute a product differently are refused alike, wit
   CHECK_THAT(ends[0], ContainsSubstring("Rank 2 would compute \"b: algorithm 3\"") &&
                           ContainsSubstring("rank 0 has \"b: algorithm 2\""));
   CHECK_THAT(compare({ours, {ours[0]}})[1], ContainsSubstring("would compute \"nothing\""));
+}
+
+TEST_CASE("a checkpoint keeps how its run computed, and only a run that computes so goes on from it unasked") {
+  const Scratch dir;
+  std::ofstream(dir / "t.txt") << std::string(900, '!');
+  REQUIRE(run_tokenize({{dir / "t.txt"}, dir / "t.bin", false}) == 0);
+  const Config config = test_config({"checkpoint.dir=" + (dir / "c"), "data.train=" + (dir / "t.bin")});
+  ThreadWorld world(1, 1);
+  CpuDevice device;
+  CpuOps ops(device);
+  const auto transport = world.connect(0, device);
+  const TokenDataset data({dir / "t.bin"}, config.model.vocab_size, config.training.seq_length, "data.train",
+                          config.data.format);
+  PipelineRank rank(device, ops, *transport, make_rank_config(config), make_rank_plan(config), nullptr);
+  const auto open = [&](const StartOptions& start) {
+    return std::make_unique<Checkpointer>(config, start, *transport, make_disk_storage(), data);
+  };
+  const auto first = open({});
+  first->set_gemm_choices({{"a", "1"}, {"b", "2"}});
+  first->save(rank, {});
+
+  const auto resume = [&](const std::vector<GemmChoice>& now,
+                          const std::vector<std::string>& overrides) -> std::string {
+    const auto again = open({"latest", overrides, ""});
+    try {
+      again->set_gemm_choices(now);
+    } catch (const CheckpointError& e) {
+      return e.what();
+    }
+    return again->resumed()->overridden.empty() ? "goes on" : "overridden";
+  };
+  CHECK(resume({{"a", "1"}, {"c", "3"}}, {}) == "goes on");
+  CHECK_THAT(resume({{"a", "9"}}, {}), ContainsSubstring("a, stored algorithm 1, now 9"));
+  CHECK(resume({{"a", "9"}}, {"gemm_choices"}) == "overridden");
 }
