@@ -16,8 +16,8 @@ struct CardBinding {
 };
 
 // Collective over an MPI job of pipeline · data ranks; one rank needs no MPI. `transport`: "auto", "ipc" or "nccl".
-// Nothing when no rank sees a card and none is `required`. ConfigError when the job has another size, when some ranks
-// see cards and others do not, or when the transport cannot serve these ranks; DeviceError when a required card is
+// Nothing when no rank sees a card and none is `required`. ConfigError when the job has another size; AgreedError when
+// some ranks see cards and others do not, when the transport cannot serve these ranks, or when a required card is
 // missing.
 std::optional<CardBinding> bind_to_card(const std::string& transport, int pipeline, int data, const WaitRule&,
                                         bool required);
