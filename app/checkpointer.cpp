@@ -81,7 +81,13 @@ std::vector<std::string> Checkpointer::notes() const {
   return lines;
 }
 
-RunPosition Checkpointer::load(PipelineRank& rank) {
+RunPosition Checkpointer::start(PipelineRank& rank) {
+  if (config_.checkpoint.async && !config_.checkpoint.dir.empty()) {
+    all_or_none(transport_, [&]() -> std::string {
+      if (writes_checkpoints(transport_)) copy_.reserve(rank);
+      return "";
+    });
+  }
   if (!found_) return {};
   load_checkpoint(transport_, rank, *found_, resumed_ ? Restored::kEverything : Restored::kWeights);
   if (!resumed_) return {};
@@ -109,7 +115,7 @@ void Checkpointer::save(PipelineRank& rank, const RunPosition& position) {
   const Retention retention{c.keep_last, c.keep_every};
   const auto start = Clock::now();
   if (c.async) {
-    pending_ = std::make_unique<BackgroundSave>(*storage_, transport_, rank, c.dir, retention, std::move(about));
+    pending_ = std::make_unique<BackgroundSave>(*storage_, transport_, rank, copy_, c.dir, retention, std::move(about));
     pending_stall_ms_ = ms_since(start);
   } else {
     const SavedCheckpoint saved = save_checkpoint(*storage_, transport_, rank, c.dir, retention, std::move(about));

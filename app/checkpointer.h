@@ -10,6 +10,7 @@
 #include "app/checkpoint/background_save.h"
 #include "app/checkpoint/checkpoint.h"
 #include "app/checkpoint/resume.h"
+#include "app/checkpoint/state_copy.h"
 #include "app/config.h"
 #include "app/data/token_dataset.h"
 
@@ -44,8 +45,9 @@ class Checkpointer {
   // Lines for the user about where the run starts.
   [[nodiscard]] std::vector<std::string> notes() const;
 
-  // Loads the start, if there is one; returns the position that the run goes on from.
-  RunPosition load(PipelineRank&);
+  // Loads the start, if there is one, and takes the memory that checkpoint.async needs; returns the position that the
+  // run goes on from.
+  RunPosition start(PipelineRank&);
   // After `step` steps of train_iters.
   [[nodiscard]] bool due(std::int64_t step, bool stopping) const noexcept;
   // Saves, or with checkpoint.async begins to; first waits for the save before, if that is still being written.
@@ -70,7 +72,8 @@ class Checkpointer {
   std::optional<FoundCheckpoint> found_;
   std::optional<ResumeRecord> resumed_;
   std::vector<FinishedSave> finished_;
-  std::unique_ptr<BackgroundSave> pending_;  // writes through storage_
+  StateCopy copy_;                           // of checkpoint.async
+  std::unique_ptr<BackgroundSave> pending_;  // writes copy_ through storage_
   double pending_stall_ms_ = 0;
 };
 

@@ -37,6 +37,8 @@ class CountingDevice final : public Device {
   [[nodiscard]] std::size_t memory_peak() const override { return peak_; }
   [[nodiscard]] MemoryPool memory_pool() const override { return {}; }
 
+  HostMemory allocate_host(std::size_t) override { throw std::bad_alloc(); }  // nothing is ever read
+
   void copy(Stream&, void*, const void*, std::size_t) override {}
   void zero(Stream&, void*, std::size_t) override {}
   void upload(Stream&, void*, const void*, std::size_t) override {}

@@ -110,7 +110,7 @@ void Trainer::start() {
   checked_ = check_start(rank_config, plan_, backend_, *transport_);
   checkpoints_->set_gemm_choices(checked_.gemms);
   rank_ = std::make_unique<PipelineRank>(*backend_.device, *backend_.ops, *transport_, rank_config, plan_, nullptr);
-  position_ = checkpoints_->load(*rank_);
+  position_ = checkpoints_->start(*rank_);
   begun_step_ = position_.step;
   sampler_.seek(position_.data);
   report_.gemm_choices = checked_.gemms;

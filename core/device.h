@@ -59,6 +59,8 @@ struct MemoryPool {
 
 class Device;
 
+using HostMemory = std::unique_ptr<unsigned char[], void (*)(unsigned char*) noexcept>;
+
 // Owns device memory; move-only.
 class Buffer {
  public:
@@ -107,6 +109,9 @@ class Device {
   [[nodiscard]] virtual std::array<std::size_t, kMemoryKinds> memory_by_kind() const = 0;  // bytes now
   [[nodiscard]] virtual std::size_t memory_peak() const = 0;                               // bytes, all kinds
   [[nodiscard]] virtual MemoryPool memory_pool() const = 0;                                // now
+
+  // Page-locked where that lets downloads run at the link's rate; not zeroed. Throws std::bad_alloc.
+  virtual HostMemory allocate_host(std::size_t bytes) = 0;
 
   // Enqueued on the stream, capturable.
   virtual void copy(Stream&, void* to, const void* from, std::size_t bytes) = 0;  // device → device

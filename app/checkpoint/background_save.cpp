@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <new>
 #include <system_error>
 #include <utility>
 
@@ -18,11 +17,11 @@ struct Abandoned {};  // thrown inside the thread alone
 
 }  // namespace
 
-BackgroundSave::BackgroundSave(Storage& storage, Transport& transport, PipelineRank& rank, const std::string& dir,
-                               const Retention& retention, Manifest about)
-    : transport_(transport), folder_(storage, transport, rank, dir, retention, std::move(about)) {
+BackgroundSave::BackgroundSave(Storage& storage, Transport& transport, PipelineRank& rank, StateCopy& copy,
+                               const std::string& dir, const Retention& retention, Manifest about)
+    : transport_(transport), folder_(storage, transport, rank, dir, retention, std::move(about)), copy_(copy) {
   folder_.open([&] {
-    if (folder_.rank_writes()) copy_state(rank);
+    if (folder_.rank_writes()) copy.fill(rank);
   });
   if (!folder_.rank_writes()) return;
   done_ = false;
@@ -38,25 +37,13 @@ BackgroundSave::~BackgroundSave() {
   if (thread_.joinable()) thread_.join();
 }
 
-void BackgroundSave::copy_state(PipelineRank& rank) {
-  entries_ = rank.state();
-  std::size_t total = 0;
-  for (const StateEntry& e : entries_) total += e.view.bytes();
-  try {
-    for (const StateEntry& e : entries_) bytes_.push_back(rank.read(e));
-  } catch (const std::bad_alloc&) {
-    throw CheckpointError("The host has no " + std::to_string(total) +
-                          " bytes left for the copy that is written in the background; set checkpoint.async to false.");
-  }
-}
-
 void BackgroundSave::write() noexcept {
   std::string part;
   std::exception_ptr error;
   try {
-    part = folder_.write_file(entries_, [this](std::size_t i) {
+    part = folder_.write_file(copy_.entries(), [this](std::size_t i) {
       if (abandoned_) throw Abandoned{};
-      return std::exchange(bytes_[i], {});
+      return copy_.bytes(i);
     });
   } catch (const Abandoned&) {
   } catch (...) {

@@ -11,15 +11,17 @@
 #include <vector>
 
 #include "app/checkpoint/save_folder.h"
+#include "app/checkpoint/state_copy.h"
 
 namespace qe {
 
 class BackgroundSave {
  public:
-  // Collective, as everything here but the destructor. Copies the rank's state, as much host memory as its file is
-  // long, and begins to write. Throws as save_checkpoint does; then nothing is left behind. `storage` must outlive it
-  // and allow calls from another thread.
-  BackgroundSave(Storage&, Transport&, PipelineRank&, const std::string& dir, const Retention&, Manifest about);
+  // Collective, as everything here but the destructor. Fills the copy and begins to write it. Throws as save_checkpoint
+  // does; then nothing is left behind. `storage` must outlive it and allow calls from another thread; so must the copy,
+  // which is the thread's until publish() returns.
+  BackgroundSave(Storage&, Transport&, PipelineRank&, StateCopy&, const std::string& dir, const Retention&,
+                 Manifest about);
   ~BackgroundSave();  // gives up what has not been published
   BackgroundSave(const BackgroundSave&) = delete;
   BackgroundSave& operator=(const BackgroundSave&) = delete;
@@ -31,14 +33,12 @@ class BackgroundSave {
   SavedCheckpoint publish();
 
  private:
-  void copy_state(PipelineRank&);
   void write() noexcept;
   std::string part();  // of the manifest, when the thread is done
 
   Transport& transport_;
   SaveFolder folder_;
-  std::vector<StateEntry> entries_;
-  std::vector<std::vector<unsigned char>> bytes_;  // of each entry, until it is written
+  const StateCopy& copy_;
   std::atomic<bool> abandoned_ = false;
   std::mutex mutex_;
   std::condition_variable changed_;

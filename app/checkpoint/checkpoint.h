@@ -20,6 +20,9 @@ std::vector<std::string> all_or_none(Transport&, const std::function<std::string
 // Makes the folder and sees that all ranks have the same one.
 void probe_shared_folder(Storage&, Transport&, const std::string& dir);
 
+// The pipeline ranks of the first replica write one file each; replicas hold the same state.
+inline bool writes_checkpoints(const Transport& t) { return t.rank(Group::kData) == 0; }
+
 struct SavedCheckpoint {
   std::int64_t step = 0;
   std::string folder;

@@ -77,7 +77,7 @@ const char* safetensors_name(DType t) {
 }
 
 WrittenFile write_safetensors(OutputFile& file, const std::vector<StoredTensor>& tensors,
-                              const std::function<std::vector<unsigned char>(std::size_t)>& read) {
+                              const std::function<Bytes(std::size_t)>& read) {
   const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(XXH3_createState(), &XXH3_freeState);
   XXH3_64bits_reset(state.get());
   WrittenFile out;
@@ -92,7 +92,7 @@ WrittenFile write_safetensors(OutputFile& file, const std::vector<StoredTensor>&
   write(prefix);
   write({reinterpret_cast<const unsigned char*>(header.data()), header.size()});
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const std::vector<unsigned char> bytes = read(i);
+    const Bytes bytes = read(i);
     QE_EXPECTS(bytes.size() == tensors[i].bytes(), "a tensor has the bytes of its shape");
     write(bytes);
     out.tensors.push_back(digest_of(bytes));

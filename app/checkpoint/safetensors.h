@@ -32,10 +32,10 @@ struct WrittenFile {
   std::vector<std::string> tensors;  // XXH3 of each tensor's bytes
 };
 
-// Writes the tensors in order; `read` gives one's bytes when its turn comes, so that one tensor at a time is in memory.
-// Offsets of `tensors` are ignored. Synced when it returns.
+// Writes the tensors in order; `read` gives one's bytes when its turn comes, and they are used before it is called
+// again. Offsets of `tensors` are ignored. Synced when it returns.
 WrittenFile write_safetensors(OutputFile& file, const std::vector<StoredTensor>& tensors,
-                              const std::function<std::vector<unsigned char>(std::size_t)>& read);
+                              const std::function<Bytes(std::size_t)>& read);
 
 // The tensors of a file, in the order of their bytes. Throws CheckpointError that names the file unless the header is
 // sound, every dtype is one of ours, and the tensors fill the buffer without holes or overlap.

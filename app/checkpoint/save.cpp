@@ -66,7 +66,14 @@ SavedCheckpoint save_checkpoint(Storage& storage, Transport& transport, Pipeline
   return folder.publish([&]() -> std::string {
     if (!folder.rank_writes()) return "";
     const std::vector<StateEntry> entries = rank.state();
-    return folder.write_file(entries, [&](std::size_t i) { return rank.read(entries[i]); });
+    std::size_t largest = 0;
+    for (const StateEntry& e : entries) largest = std::max(largest, e.view.bytes());
+    const HostMemory memory = rank.allocate_host(largest);  // one tensor at a time
+    return folder.write_file(entries, [&](std::size_t i) {
+      const std::span<unsigned char> bytes(memory.get(), entries[i].view.bytes());
+      rank.read(entries[i], bytes);
+      return Bytes(bytes);
+    });
   });
 }
 

@@ -13,7 +13,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 // Whether all values are finite: an exponent of ones is Inf or NaN.
-bool all_finite(const std::vector<unsigned char>& bytes, DType type) {
+bool all_finite(Bytes bytes, DType type) {
   if (type == DType::kBF16) {
     for (std::size_t i = 0; i + 1 < bytes.size(); i += 2) {
       std::uint16_t v = 0;
@@ -44,7 +44,7 @@ SaveFolder::SaveFolder(Storage& storage, Transport& transport, PipelineRank& ran
       dir_(std::move(dir)),
       retention_(retention),
       about_(std::move(about)),
-      rank_writes_(transport.rank(Group::kData) == 0),
+      rank_writes_(writes_checkpoints(transport)),
       file_(file_name(transport.rank(Group::kPipeline))) {
   rank.contract().require_quiescent();
   about_.position.epoch = rank.contract().epoch();
@@ -78,7 +78,7 @@ std::string SaveFolder::write_file(const std::vector<StateEntry>& entries, const
   bool finite = true;
   const std::unique_ptr<OutputFile> file = storage_.create(path_in(unfinished_, file_));
   const WrittenFile written = write_safetensors(*file, tensors, [&](std::size_t i) {
-    std::vector<unsigned char> bytes = read(i);
+    const Bytes bytes = read(i);
     finite = finite && all_finite(bytes, entries[i].view.dtype);
     return bytes;
   });

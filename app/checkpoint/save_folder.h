@@ -19,9 +19,8 @@ class SaveFolder {
   // Makes step_<n>.tmp, and does `mine` on every rank. Collective; throws CheckpointError on all ranks alike, and then
   // the folder is gone.
   void open(const std::function<void()>& mine);
-  // The pipeline ranks of the first replica write one file each; replicas hold the same state.
   [[nodiscard]] bool rank_writes() const noexcept { return rank_writes_; }
-  using Read = std::function<std::vector<unsigned char>(std::size_t entry)>;
+  using Read = std::function<Bytes(std::size_t entry)>;  // what it gives is used before it is called again
   // This rank's file; returns its part of the manifest, for publish. Any thread; the only call that may be another's.
   [[nodiscard]] std::string write_file(const std::vector<StateEntry>&, const Read&) const;
   // `part` gives what write_file returned, or empty. Writes the manifest, renames the folder, prunes. Collective as

@@ -45,6 +45,8 @@ class DiskFile final : public OutputFile {
       if (n < 0) fail("write", path_);
       bytes = bytes.subspan(static_cast<std::size_t>(n));
     }
+    // The disk begins at once and not in finish(). A file system that cannot is no failure.
+    (void)::sync_file_range(descriptor_, 0, 0, SYNC_FILE_RANGE_WRITE);
   }
   void finish() override {
     if (::fsync(descriptor_) != 0) fail("sync", path_);

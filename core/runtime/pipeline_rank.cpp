@@ -169,6 +169,9 @@ std::vector<StateEntry> PipelineRank::state() const {
 }
 
 std::vector<unsigned char> PipelineRank::read(const StateEntry& entry) { return read_entry(device_, *caller_, entry); }
+void PipelineRank::read(const StateEntry& entry, std::span<unsigned char> to) {
+  read_entry(device_, *caller_, entry, to);
+}
 
 void PipelineRank::load(const StateEntry& entry, std::span<const unsigned char> bytes) {
   write_entry(device_, *caller_, entry, bytes);

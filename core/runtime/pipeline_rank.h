@@ -67,6 +67,8 @@ class PipelineRank {
 
   // One entry of state() to and from the host, at a step boundary.
   [[nodiscard]] std::vector<unsigned char> read(const StateEntry&);
+  void read(const StateEntry&, std::span<unsigned char> to);  // as many bytes as the entry has
+  [[nodiscard]] HostMemory allocate_host(std::size_t bytes) { return device_.allocate_host(bytes); }
   void load(const StateEntry&, std::span<const unsigned char> bytes);
   // After loading: the epoch and Adam's t go on from there, every cache is stale.
   void restore(Epoch, std::uint64_t applied_updates);

@@ -28,12 +28,16 @@ std::vector<StateEntry> state_dict(const TransformerStage& stage, const Optimize
   return entries;
 }
 
-std::vector<unsigned char> read_entry(Device& device, Stream& stream, const StateEntry& entry) {
-  QE_EXPECTS(entry.view.contiguous(), "state is stored in whole tensors");
-  std::vector<unsigned char> bytes(entry.view.bytes());
-  device.download(stream, bytes.data(), entry.view.data, bytes.size());
+void read_entry(Device& device, Stream& stream, const StateEntry& entry, std::span<unsigned char> to) {
+  QE_EXPECTS(entry.view.contiguous() && to.size() == entry.view.bytes(), "state is stored in whole tensors");
+  device.download(stream, to.data(), entry.view.data, to.size());
   device.synchronize(stream);
-  if (entry.first_is_derived) std::fill_n(bytes.begin(), size_of(entry.view.dtype), static_cast<unsigned char>(0));
+  if (entry.first_is_derived) std::fill_n(to.begin(), size_of(entry.view.dtype), static_cast<unsigned char>(0));
+}
+
+std::vector<unsigned char> read_entry(Device& device, Stream& stream, const StateEntry& entry) {
+  std::vector<unsigned char> bytes(entry.view.bytes());
+  read_entry(device, stream, entry, bytes);
   return bytes;
 }
 

@@ -23,7 +23,8 @@ struct StateEntry {
 
 // Masters, both moments, histories and scales of a stage.
 std::vector<StateEntry> state_dict(const TransformerStage&, const Optimizer&);
-// The entry's bytes on the host, derived values as 0. Waits for the stream.
+// The entry's bytes on the host, derived values as 0. Waits for the stream. `to` has as many bytes as the view.
+void read_entry(Device&, Stream&, const StateEntry&, std::span<unsigned char> to);
 std::vector<unsigned char> read_entry(Device&, Stream&, const StateEntry&);
 // The inverse. Waits for the stream. `bytes` are as many as the view has.
 void write_entry(Device&, Stream&, const StateEntry&, std::span<const unsigned char> bytes);

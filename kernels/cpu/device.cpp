@@ -164,6 +164,10 @@ Buffer CpuDevice::allocate(std::size_t bytes, MemoryKind kind) {
   return Buffer(*this, data, bytes, kind);
 }
 
+HostMemory CpuDevice::allocate_host(std::size_t bytes) {
+  return {new unsigned char[bytes], [](unsigned char* p) noexcept { delete[] p; }};
+}
+
 void CpuDevice::deallocate(void* data, std::size_t bytes, MemoryKind kind) noexcept {
   std::free(data);
   bytes_[static_cast<std::size_t>(kind)] -= bytes;

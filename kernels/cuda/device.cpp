@@ -228,6 +228,16 @@ std::unique_ptr<Event> CudaDevice::make_timed_event() {
   return std::make_unique<CudaEvent>(cudaEventDefault);
 }
 
+HostMemory CudaDevice::allocate_host(std::size_t bytes) {
+  expect_no_capture();
+  void* data = nullptr;
+  if (bytes > 0 && cudaMallocHost(&data, bytes) != cudaSuccess) {
+    (void)cudaGetLastError();
+    throw std::bad_alloc();
+  }
+  return {static_cast<unsigned char*>(data), [](unsigned char* p) noexcept { (void)cudaFreeHost(p); }};
+}
+
 Buffer CudaDevice::allocate(std::size_t bytes, MemoryKind kind) {
   expect_no_capture();
   if (bytes == 0) return {*this, nullptr, 0, kind};

@@ -32,6 +32,7 @@ class CudaDevice final : public Device {
   std::unique_ptr<Event> make_event() override;
   std::unique_ptr<Event> make_timed_event() override;
   Buffer allocate(std::size_t bytes, MemoryKind) override;
+  HostMemory allocate_host(std::size_t bytes) override;
   [[nodiscard]] std::array<std::size_t, kMemoryKinds> memory_by_kind() const override { return bytes_; }
   [[nodiscard]] std::size_t memory_peak() const override { return peak_; }
   [[nodiscard]] MemoryPool memory_pool() const override;

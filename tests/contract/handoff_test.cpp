@@ -36,6 +36,7 @@ class EdgeRecorder final : public Device {
   [[nodiscard]] std::array<std::size_t, kMemoryKinds> memory_by_kind() const override { return {}; }
   [[nodiscard]] std::size_t memory_peak() const override { return 0; }
   [[nodiscard]] MemoryPool memory_pool() const override { return {}; }
+  HostMemory allocate_host(std::size_t) override { unexpected(); }
   void copy(Stream&, void*, const void*, std::size_t) override { unexpected(); }
   void zero(Stream&, void*, std::size_t) override { unexpected(); }
   void upload(Stream&, void*, const void*, std::size_t) override { unexpected(); }

@@ -88,7 +88,8 @@ Outcome save_late(const Overrides& overrides) {
   const Scratch dir;
   Gate gate;
   std::mutex mutex;
-  std::map<int, std::unique_ptr<BackgroundSave>> saves;  // by rank
+  std::map<int, StateCopy> copies;  // by rank
+  std::map<int, std::unique_ptr<BackgroundSave>> saves;
   std::map<int, std::unique_ptr<GatedStorage>> storages;
   Outcome outcome;
   RunOptions options{.steps = 4};
@@ -98,7 +99,12 @@ Outcome save_late(const Overrides& overrides) {
     if (step == 2) {
       save_checkpoint(*disk, t, rank, dir / "loop", {}, about(2));
       auto storage = std::make_unique<GatedStorage>(&gate, false);
-      auto save = std::make_unique<BackgroundSave>(*storage, t, rank, dir / "background", Retention{}, about(2));
+      StateCopy* copy = nullptr;
+      {
+        const std::lock_guard lock(mutex);
+        copy = &copies[me];
+      }
+      auto save = std::make_unique<BackgroundSave>(*storage, t, rank, *copy, dir / "background", Retention{}, about(2));
       const std::lock_guard lock(mutex);
       storages[me] = std::move(storage);
       saves[me] = std::move(save);
@@ -154,7 +160,8 @@ TEST_CASE(
       const auto disk = make_disk_storage();
       save_checkpoint(*disk, t, rank, dir / "c", {}, about(1));
       GatedStorage storage(nullptr, t.rank(Group::kWorld) == bad_rank);
-      BackgroundSave save(storage, t, rank, dir / "c", {}, about(2));
+      StateCopy copy;
+      BackgroundSave save(storage, t, rank, copy, dir / "c", {}, about(2));
       while (!save.settled()) {
       }
       std::string error;
@@ -188,7 +195,8 @@ TEST_CASE("one rank's failure is told while another rank still has much to write
   options.at_boundary = [&](PipelineRank& rank, Transport& t, std::uint32_t) {
     const int me = t.rank(Group::kWorld);
     GatedStorage storage(me == 0 ? &gate : nullptr, me == 1);  // rank 0's file waits, rank 1's fails at once
-    BackgroundSave save(storage, t, rank, dir / "c", {}, about(1));
+    StateCopy copy;
+    BackgroundSave save(storage, t, rank, copy, dir / "c", {}, about(1));
     while (!save.settled()) {
     }
     t.barrier(Group::kWorld);
@@ -214,10 +222,11 @@ TEST_CASE("a save that is given up is not published, and the next one takes its 
   RunOptions options{.steps = 1, .trace = false};
   options.at_boundary = [&](PipelineRank& rank, Transport& t, std::uint32_t) {
     const auto disk = make_disk_storage();
-    { const BackgroundSave given_up(*disk, t, rank, dir / "c", {}, about(1)); }
+    StateCopy copy;
+    { const BackgroundSave given_up(*disk, t, rank, copy, dir / "c", {}, about(1)); }
     t.barrier(Group::kWorld);
     if (find_checkpoint(t, dir / "c", "latest")) throw CheckpointError("it was published");
-    BackgroundSave save(*disk, t, rank, dir / "c", {}, about(2));
+    BackgroundSave save(*disk, t, rank, copy, dir / "c", {}, about(2));
     save.publish();
   };
   run_training(test_config(kTwoRanks), options);
