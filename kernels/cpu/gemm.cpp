@@ -20,8 +20,9 @@ namespace {
 constexpr int kDepth = 256;
 
 template <int kRows>
-QE_CPU_INLINE void multiply_tile(const float* a, std::int64_t a_row, std::int64_t a_depth, const float* panel,
-                                 std::int64_t depth, float* sums, std::int64_t pitch) {
+QE_CPU_UNCHECKED QE_CPU_INLINE void multiply_tile(const float* a, std::int64_t a_row, std::int64_t a_depth,
+                                                  const float* panel, std::int64_t depth, float* sums,
+                                                  std::int64_t pitch) {
   float acc[kRows][kPanel];
   for (int i = 0; i < kRows; ++i) {
     for (int j = 0; j < kPanel; ++j) acc[i][j] = sums[i * pitch + j];
@@ -29,7 +30,8 @@ QE_CPU_INLINE void multiply_tile(const float* a, std::int64_t a_row, std::int64_
   for (std::int64_t p = 0; p < depth; ++p) {
     for (int i = 0; i < kRows; ++i) {
       const float x = a[i * a_row + p * a_depth];
-      for (int j = 0; j < kPanel; ++j) acc[i][j] = std::fma(x, panel[p * kPanel + j], acc[i][j]);
+      // std::fma itself, without the library's wrapper: an unchecked function inlines no checked one.
+      for (int j = 0; j < kPanel; ++j) acc[i][j] = __builtin_fmaf(x, panel[p * kPanel + j], acc[i][j]);
     }
   }
   for (int i = 0; i < kRows; ++i) {
@@ -38,8 +40,8 @@ QE_CPU_INLINE void multiply_tile(const float* a, std::int64_t a_row, std::int64_
 }
 
 template <int kRows>
-QE_CPU_INLINE void multiply_rows(const Strided& a, std::int64_t m, const float* panel, std::int64_t depth, float* sums,
-                                 std::int64_t pitch) {
+QE_CPU_UNCHECKED QE_CPU_INLINE void multiply_rows(const Strided& a, std::int64_t m, const float* panel,
+                                                  std::int64_t depth, float* sums, std::int64_t pitch) {
   std::int64_t i = 0;
   for (; i + kRows <= m; i += kRows) {
     if (a.depth == 1) {
@@ -54,12 +56,12 @@ QE_CPU_INLINE void multiply_rows(const Strided& a, std::int64_t m, const float* 
 }
 // The accumulators of three rows fill sixteen vector registers of eight floats, those of eight rows half of thirty-two
 // registers of sixteen.
-QE_CPU_CLONES void multiply_narrow(const Strided& a, std::int64_t m, const float* panel, std::int64_t depth,
-                                   float* sums, std::int64_t pitch) {
+QE_CPU_CLONES QE_CPU_UNCHECKED void multiply_narrow(const Strided& a, std::int64_t m, const float* panel,
+                                                    std::int64_t depth, float* sums, std::int64_t pitch) {
   multiply_rows<3>(a, m, panel, depth, sums, pitch);
 }
-QE_CPU_CLONES void multiply_wide(const Strided& a, std::int64_t m, const float* panel, std::int64_t depth, float* sums,
-                                 std::int64_t pitch) {
+QE_CPU_CLONES QE_CPU_UNCHECKED void multiply_wide(const Strided& a, std::int64_t m, const float* panel,
+                                                  std::int64_t depth, float* sums, std::int64_t pitch) {
   multiply_rows<8>(a, m, panel, depth, sums, pitch);
 }
 

@@ -31,6 +31,14 @@
 #define QE_CPU_INLINE inline
 #endif
 
+// On a loop of a multiplication's every step, whose operands instrumented code has filled to their ends: a sanitizer's
+// check at each element would take most of a test's time.
+#if defined(__SANITIZE_ADDRESS__)
+#define QE_CPU_UNCHECKED __attribute__((no_sanitize("address", "undefined")))
+#else
+#define QE_CPU_UNCHECKED
+#endif
+
 namespace qe::cpu {
 
 // True where the clones run with 32 vector registers of 16 floats: a choice of tile sizes, never of bits.
