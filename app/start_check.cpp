@@ -128,7 +128,9 @@ StartCheck check_start(const RankConfig& config, const RankPlan& plan, Backend& 
   mine.bytes[static_cast<std::size_t>(MemoryKind::kWorkspace)] += kComputingStreams * pool.workspace;
   check.planned_bytes = mine.total();
   try {
-    check.gemms = choose_gemms(backend, matrix_products(config, plan, replicas));
+    if (GemmChooser* chooser = gemm_chooser(backend)) {
+      check.gemms = chooser->choose_gemms(matrix_products(config, plan, replicas));
+    }
   } catch (const DeviceError& e) {
     mine.refusal = e.what();
   }

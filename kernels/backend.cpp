@@ -38,11 +38,6 @@ Backend make_cuda(int ordinal) {
 
 std::map<std::string, std::string> cuda_versions() { return cuda::library_versions(); }
 
-std::vector<GemmChoice> choose_cuda_gemms(Backend& backend, std::span<const GemmArgs> products) {
-  auto* ops = dynamic_cast<CudaOps*>(backend.ops.get());
-  return ops == nullptr ? std::vector<GemmChoice>{} : ops->choose_gemms(products);
-}
-
 std::unique_ptr<Transport> make_cuda_transport(Device& device, int pipeline, int data, const WaitRule& rule,
                                                const std::string& kind) {
   auto* cuda = dynamic_cast<CudaDevice*>(&device);
@@ -69,7 +64,6 @@ constexpr bool kHasCuda = false;
 bool sees_cuda_device() { return false; }
 Backend make_cuda(int) { refuse_cuda(); }
 std::map<std::string, std::string> cuda_versions() { return {}; }
-std::vector<GemmChoice> choose_cuda_gemms(Backend&, std::span<const GemmArgs>) { return {}; }
 std::unique_ptr<Transport> make_cuda_transport(Device&, int, int, const WaitRule&, const std::string&) {
   refuse_cuda();
 }
@@ -102,9 +96,7 @@ Backend make_backend(const std::string& name, int ordinal) {
 
 std::map<std::string, std::string> library_versions() { return cuda_versions(); }
 
-std::vector<GemmChoice> choose_gemms(Backend& backend, std::span<const GemmArgs> products) {
-  return choose_cuda_gemms(backend, products);
-}
+GemmChooser* gemm_chooser(Backend& backend) { return dynamic_cast<GemmChooser*>(backend.ops.get()); }
 
 RankBinding bind_rank(const std::string& backend, const std::string& transport, int pipeline, int data,
                       const WaitRule& rule) {

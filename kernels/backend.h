@@ -3,14 +3,12 @@
 
 #include <map>
 #include <memory>
-#include <span>
 #include <string>
-#include <vector>
 
 #include "core/device.h"
 #include "core/ops.h"
 #include "core/transport.h"
-#include "kernels/gemm_choice.h"
+#include "kernels/gemm_chooser.h"
 #include "kernels/wire/host_wait.h"
 
 namespace qe {
@@ -24,10 +22,8 @@ struct Backend {
 // GPUs. Throws ConfigError when the backend was not built in, DeviceError when it has no usable device.
 Backend make_backend(const std::string& name, int ordinal = 0);
 
-// Chooses how products of these shapes, types, pitches and additions are computed (their addresses mean nothing), keeps
-// it for the Ops, and says it: without doubles, sorted, the same in every process with the same card and libraries.
-// Empty on the CPU, which has one way. Throws DeviceError that lists every product that cannot be computed.
-std::vector<GemmChoice> choose_gemms(Backend&, std::span<const GemmArgs> products);
+// Null on the CPU, which computes every product in one way. Lives as long as the backend.
+GemmChooser* gemm_chooser(Backend&);
 
 // Of the libraries that this build's backends use, by name; empty for the CPU's.
 std::map<std::string, std::string> library_versions();

@@ -2,6 +2,7 @@
 
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/kernels.h"
+#include "kernels/cuda/library_versions.h"
 
 namespace qe {
 
@@ -40,10 +41,6 @@ void CudaOps::cast(Stream& s, const Tensor& from, const Tensor& to) {
   run("cast", cuda::cast, device_.launch_on(s), from, to);
 }
 void CudaOps::gemm(Stream& s, const GemmArgs& a) { gemms_.run(device_.launch_on(s), device_.gemm_workspace(s), a); }
-std::vector<GemmChoice> CudaOps::choose_gemms(std::span<const GemmArgs> products) {
-  gemms_.prepare(products, CudaDevice::kGemmWorkspaceBytes);
-  return gemms_.choices();
-}
 void CudaOps::gelu_quantize(Stream& s, const GeluArgs& a) {
   run("gelu_quantize", cuda::gelu_quantize, device_.launch_on(s), a);
 }
@@ -72,5 +69,18 @@ void CudaOps::clip_factor(Stream& s, const ClipArgs& a) {
   run("clip_factor", cuda::clip_factor, device_.launch_on(s), a);
 }
 void CudaOps::adamw(Stream& s, const AdamWArgs& a) { run("adamw", cuda::adamw, device_.launch_on(s), a); }
+
+GemmPlatform CudaOps::gemm_platform() const {
+  return {device_.description(), device_.multiprocessors(), "cuBLASLt " + cuda::library_versions().at("cublaslt")};
+}
+std::string CudaOps::gemm_product(const GemmArgs& args) const { return to_string(cuda::GemmKey(args)); }
+void CudaOps::use_gemms(std::span<const GemmChoice> entries, const std::string& source) { gemms_.use(entries, source); }
+std::vector<GemmChoice> CudaOps::choose_gemms(std::span<const GemmArgs> products) {
+  gemms_.prepare(products, CudaDevice::kGemmWorkspaceBytes);
+  return gemms_.choices();
+}
+std::vector<std::string> CudaOps::gemm_candidates(const GemmArgs& args) {
+  return gemms_.candidates(args, CudaDevice::kGemmWorkspaceBytes);
+}
 
 }  // namespace qe

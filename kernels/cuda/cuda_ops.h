@@ -5,10 +5,11 @@
 #include "core/ops.h"
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/gemm_plan.h"
+#include "kernels/gemm_chooser.h"
 
 namespace qe {
 
-class CudaOps final : public Ops {
+class CudaOps final : public Ops, public GemmChooser {
  public:
   explicit CudaOps(CudaDevice& device) : device_(device) {}
 
@@ -32,8 +33,11 @@ class CudaOps final : public Ops {
   void clip_factor(Stream&, const ClipArgs&) override;
   void adamw(Stream&, const AdamWArgs&) override;
 
-  // As choose_gemms() of kernels/backend.h.
-  std::vector<GemmChoice> choose_gemms(std::span<const GemmArgs>);
+  [[nodiscard]] GemmPlatform gemm_platform() const override;
+  [[nodiscard]] std::string gemm_product(const GemmArgs&) const override;
+  void use_gemms(std::span<const GemmChoice>, const std::string& source) override;
+  std::vector<GemmChoice> choose_gemms(std::span<const GemmArgs>) override;
+  std::vector<std::string> gemm_candidates(const GemmArgs&) override;
 
  private:
   CudaDevice& device_;

@@ -64,6 +64,7 @@ class CudaDevice final : public Device {
   [[nodiscard]] cudaStream_t native(Stream&) const;
   [[nodiscard]] cudaEvent_t native(const Event&) const;
   [[nodiscard]] int ordinal() const noexcept { return ordinal_; }
+  [[nodiscard]] int multiprocessors() const noexcept { return multiprocessors_; }
 
  private:
   class CudaStream;

@@ -1,7 +1,10 @@
 #include "kernels/cuda/gemm_plan.h"
 
+#include <algorithm>
 #include <cstdio>
+#include <optional>
 #include <set>
+#include <sstream>
 #include <utility>
 
 #include "core/error.h"
@@ -17,6 +20,7 @@ namespace {
 constexpr std::uint32_t kAlignment = 256;  // bytes, of the question asked; the calls have at least 16
 // Partial sums of a split K stay FP32 until the one rounding into D.
 constexpr std::uint32_t kReductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+constexpr int kMostCandidates = 32;
 
 struct Destroy {
   void operator()(cublasLtMatmulDesc_t d) const noexcept { (void)cublasLtMatmulDescDestroy(d); }
@@ -127,11 +131,26 @@ std::string hex(const cublasLtMatmulAlgo_t& algorithm) {
   return text;
 }
 
+// The inverse of hex(); nothing where the text has another form.
+std::optional<cublasLtMatmulAlgo_t> algorithm_from(const std::string& text) {
+  cublasLtMatmulAlgo_t algorithm{};
+  std::istringstream words(text);
+  for (std::uint64_t& word : algorithm.data) words >> std::hex >> word;
+  return words && hex(algorithm) == text ? std::optional(algorithm) : std::nullopt;
+}
+
 [[noreturn]] void refuse(const GemmKey& key, const char* what, cublasStatus_t status) {
   throw DeviceError("cuBLASLt " + std::to_string(cublasLtGetVersion()) + " " + what + " " + to_string(key) + ": " +
                     cublasLtGetStatusString(status) +
                     "; FP8 products need sizes and pitches that are multiples of 16, so check model.hidden_size, "
                     "model.ffn_hidden_size and the tokens of a microbatch.");
+}
+
+[[noreturn]] void refuse_entry(const GemmKey& key, const std::string& algorithm, const std::string& source,
+                               cublasStatus_t status) {
+  throw DeviceError(source + ": cuBLASLt " + std::to_string(cublasLtGetVersion()) + " cannot compute " +
+                    to_string(key) + " by algorithm \"" + algorithm + "\": " + cublasLtGetStatusString(status) +
+                    "; tune this product again by qeffect bench --tune.");
 }
 
 }  // namespace
@@ -169,7 +188,11 @@ std::string to_string(const GemmKey& key) {
 
 struct GemmPlans::Plan {
   explicit Plan(const GemmKey&);
-  void choose_algorithm(cublasLtHandle_t, const GemmKey&, std::size_t workspace_bytes);
+  // What the heuristic says, up to `most` results; refuses where there is none.
+  [[nodiscard]] std::vector<cublasLtMatmulAlgo_t> propose(cublasLtHandle_t, const GemmKey&, std::size_t workspace_bytes,
+                                                          int most) const;
+  // SUCCESS: cuBLASLt can compute this product so, within the workspace.
+  cublasStatus_t check(cublasLtHandle_t, const cublasLtMatmulAlgo_t&, std::size_t workspace_bytes) const;
 
   DescHandle desc;  // its pointers are set anew for every call
   LayoutHandle a, b, c, d;
@@ -195,12 +218,13 @@ GemmPlans::Plan::Plan(const GemmKey& key) {
   b = key.a_transposed ? layout(key.a, key.k, key.m, key.a_pitch) : layout(key.a, key.m, key.k, key.a_pitch);
   c = layout(key.d, key.m, key.n, key.c_pitch);
   d = layout(key.d, key.m, key.n, key.d_pitch);
-}
-
-void GemmPlans::Plan::choose_algorithm(cublasLtHandle_t handle, const GemmKey& key, std::size_t workspace_bytes) {
-  // One made-up address stands for every pointer, so that no call's addresses enter the question.
+  // One made-up address stands for every pointer, so that no call's addresses enter the choice.
   const void* aligned = reinterpret_cast<const void*>(std::uintptr_t{kAlignment});
   set_pointers(desc, key, aligned, aligned, aligned);
+}
+
+std::vector<cublasLtMatmulAlgo_t> GemmPlans::Plan::propose(cublasLtHandle_t handle, const GemmKey& key,
+                                                           std::size_t workspace_bytes, int most) const {
   cublasLtMatmulPreference_t made = nullptr;
   QE_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&made));
   const PreferenceHandle preference(made);
@@ -211,13 +235,28 @@ void GemmPlans::Plan::choose_algorithm(cublasLtHandle_t handle, const GemmKey& k
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, kAlignment);
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, kAlignment);
 
-  cublasLtMatmulHeuristicResult_t result{};
+  std::vector<cublasLtMatmulHeuristicResult_t> results(static_cast<std::size_t>(most));
   int found = 0;
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, desc.get(), a.get(), b.get(), c.get(), d.get(),
-                                                               preference.get(), 1, &result, &found);
+                                                               preference.get(), most, results.data(), &found);
   if (status != CUBLAS_STATUS_SUCCESS) refuse(key, "has no algorithm for", status);
-  if (found == 0 || result.state != CUBLAS_STATUS_SUCCESS) refuse(key, "has no algorithm for", result.state);
-  algorithm = result.algo;
+  const cublasStatus_t first = results.front().state;
+  if (found == 0 || first != CUBLAS_STATUS_SUCCESS) refuse(key, "has no algorithm for", first);
+  std::vector<cublasLtMatmulAlgo_t> algorithms;
+  for (int i = 0; i < found; ++i) {
+    const cublasLtMatmulHeuristicResult_t& result = results[static_cast<std::size_t>(i)];
+    if (result.state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(result.algo);
+  }
+  return algorithms;
+}
+
+cublasStatus_t GemmPlans::Plan::check(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& asked,
+                                      std::size_t workspace_bytes) const {
+  cublasLtMatmulHeuristicResult_t result{};
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoCheck(handle, desc.get(), a.get(), b.get(), c.get(), d.get(), &asked, &result);
+  if (status != CUBLAS_STATUS_SUCCESS) return status;
+  return result.workspaceSize <= workspace_bytes ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
 }
 
 GemmPlans::GemmPlans() { QE_CUBLAS_CHECK(cublasLtCreate(&handle_)); }
@@ -225,12 +264,25 @@ GemmPlans::~GemmPlans() { (void)cublasLtDestroy(handle_); }
 
 GemmPlans::Plan& GemmPlans::plan_for(const GemmKey& key, std::size_t workspace_bytes) {
   std::unique_ptr<Plan>& plan = plans_[key];
-  if (!plan) {
-    auto made = std::make_unique<Plan>(key);
-    made->choose_algorithm(handle_, key, workspace_bytes);
-    plan = std::move(made);
+  if (plan) return *plan;
+  auto made = std::make_unique<Plan>(key);
+  if (const auto entry = entries_.find(to_string(key)); entry != entries_.end()) {
+    const std::optional<cublasLtMatmulAlgo_t> stored = algorithm_from(entry->second);
+    const cublasStatus_t status = stored ? made->check(handle_, *stored, workspace_bytes) : CUBLAS_STATUS_INVALID_VALUE;
+    if (status != CUBLAS_STATUS_SUCCESS) refuse_entry(key, entry->second, source_, status);
+    made->algorithm = *stored;
+  } else {
+    made->algorithm = made->propose(handle_, key, workspace_bytes, 1).front();
   }
+  plan = std::move(made);
   return *plan;
+}
+
+void GemmPlans::use(std::span<const GemmChoice> entries, const std::string& source) {
+  plans_.clear();
+  entries_.clear();
+  for (const GemmChoice& entry : entries) entries_.emplace(entry.product, entry.algorithm);
+  source_ = source;
 }
 
 void GemmPlans::run(const Launch& launch, const Scratch& workspace, const GemmArgs& args) {
@@ -268,6 +320,20 @@ std::vector<GemmChoice> GemmPlans::choices() const {
   std::vector<GemmChoice> all;
   for (const auto& [key, plan] : plans_) {
     if (plan) all.push_back({to_string(key), hex(plan->algorithm)});
+  }
+  return all;
+}
+
+std::vector<std::string> GemmPlans::candidates(const GemmArgs& args, std::size_t workspace_bytes) const {
+  const GemmKey key(args);
+  const Plan plan(key);
+  // Asked for one first, as plan_for() asks: that a longer list begins with the same one is promised nowhere.
+  std::vector<std::string> all;
+  for (const int most : {1, kMostCandidates}) {
+    for (const cublasLtMatmulAlgo_t& algorithm : plan.propose(handle_, key, workspace_bytes, most)) {
+      std::string words = hex(algorithm);
+      if (std::find(all.begin(), all.end(), words) == all.end()) all.push_back(std::move(words));
+    }
   }
   return all;
 }

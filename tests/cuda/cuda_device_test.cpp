@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "core/error.h"
-#include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/device.h"
 #include "tests/catch.h"
 
@@ -311,54 +310,4 @@ TEST_CASE("a table is uploaded once and found again by its bytes") {
     CHECK(tables.find_or_upload(one.data(), one.size()) == first);
     CHECK_THROWS_AS(tables.find_or_upload(one.data(), 10), std::logic_error);
   });
-}
-
-namespace {
-
-// A backend that has multiplied BF16 matrices [n, n], and one FP8 product it is asked for.
-struct Products {
-  CudaDevice device;
-  CudaOps ops{device};
-  std::unique_ptr<Stream> stream = device.make_stream("gemm");
-  Buffer memory = device.allocate(std::size_t{4} << 20, MemoryKind::kStep);
-
-  Tensor matrix(int i, DType type, std::int64_t rows, std::int64_t cols) const {
-    return make_tensor(memory.as<unsigned char>() + (std::int64_t{i} << 20), type, {rows, cols});
-  }
-  GemmArgs product(std::int64_t n) const {
-    GemmArgs args;
-    args.a = matrix(0, DType::kBF16, n, n);
-    args.b = matrix(1, DType::kBF16, n, n);
-    args.d = matrix(2, DType::kBF16, n, n);
-    return args;
-  }
-};
-
-}  // namespace
-
-TEST_CASE("two backends asked for the same products choose the same algorithms") {
-  if (!has_device()) return;
-  const auto choices = [](std::vector<std::int64_t> sizes) {
-    Products p;
-    std::vector<GemmArgs> products;
-    for (const std::int64_t n : sizes) products.push_back(p.product(n));
-    return p.ops.choose_gemms(products);
-  };
-  CHECK(choices({512, 256}) == choices({256, 512, 256}));
-  CHECK(choices({512}) != choices({256}));
-}
-
-TEST_CASE("a product that the library cannot compute is named") {
-  if (!has_device()) return;
-  Products p;
-  GemmArgs args;
-  args.a = p.matrix(0, DType::kE4M3, 32, 24);  // k is no multiple of 16
-  args.b = p.matrix(1, DType::kE4M3, 32, 24);
-  args.a_scale_inv = args.b_scale_inv = p.matrix(2, DType::kF32, 1, 1);
-  args.d = p.matrix(3, DType::kBF16, 32, 32);
-  REQUIRE_THROWS_WITH(p.ops.gemm(*p.stream, args),
-                      ContainsSubstring("m 32, n 32") && ContainsSubstring("k 24") && ContainsSubstring("e4m3"));
-  REQUIRE_THROWS_WITH(p.ops.choose_gemms(std::vector{args}), ContainsSubstring("k 24") && ContainsSubstring("e4m3"));
-  p.ops.gemm(*p.stream, p.product(256));  // and the backend goes on
-  p.device.synchronize();
 }
