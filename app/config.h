@@ -73,6 +73,7 @@ struct ExecutionSection {
   std::string backend = "auto";    // for bind_rank
   std::string transport = "auto";  // for bind_rank
   ExecutionMode mode = ExecutionMode::kGraph;
+  std::string gemm_table;  // tune file (app/gemm_table.h); empty: none
 };
 
 struct DataSection {

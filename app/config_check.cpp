@@ -125,6 +125,13 @@ void check_transport(const Config& c, Faults& faults) {
   }
 }
 
+void check_gemm_table(const Config& c, Faults& faults) {
+  if (!faults.none_at({"execution.backend", "execution.gemm_table"})) return;
+  if (c.execution.backend == "cpu" && !c.execution.gemm_table.empty()) {
+    faults.add("execution.gemm_table", "has no effect under execution.backend cpu; remove it, or choose cuda.");
+  }
+}
+
 void check_checkpoint(const Config& c, Faults& faults) {
   if (!faults.none_at({"checkpoint.dir", "checkpoint.interval"})) return;
   if (c.checkpoint.interval > 0 && c.checkpoint.dir.empty()) {
@@ -415,6 +422,7 @@ void check_config(const Config& c, const Given& given, Faults& faults) {
   check_bf16_layers(c, faults);
   check_cuda(c, faults);
   check_transport(c, faults);
+  check_gemm_table(c, faults);
   check_checkpoint(c, faults);
   check_replicas(c, faults);
   check_batches(c, faults);

@@ -283,6 +283,11 @@ void add_machine(std::vector<KeySpec>& table) {
                         "how ranks exchange tensors; mpi: host memory, for the CPU; ipc: GPUs of one host, which ranks "
                         "may share; nccl: a GPU a rank; auto: mpi on the CPU, ipc on one host, else nccl");
 
+  e.text(
+      "gemm_table", QE_FIELD(execution.gemm_table),
+      "cuda only: tune file made by bench --tune, with the algorithms of matrix products; without one, and for other "
+      "products, cuBLASLt's first proposal");
+
   Section d(table, "data");
   d.texts("train", QE_FIELD(data.train), "token files to train on; paths or globs, a string or a list");
   d.texts("valid", QE_FIELD(data.valid), "token files to evaluate on; none: no evaluation");

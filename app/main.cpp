@@ -12,6 +12,7 @@
 #include "app/config.h"
 #include "app/config_faults.h"
 #include "app/environment.h"
+#include "app/gemm_table.h"
 #include "app/injected_faults.h"
 #include "app/job.h"
 #include "core/error.h"
@@ -42,6 +43,10 @@ void check_start(const Config& config, const StartOptions& start) {
                     "checkpoints, or resume from one checkpoint's folder.");
 }
 
+void check_gemm_table(const Config& config) {
+  if (!config.execution.gemm_table.empty()) (void)read_gemm_tables(config.execution.gemm_table);
+}
+
 // The config, and what stands in the file that its schedule comes from.
 std::string text_of(const Config& config) {
   return dump_config(config) + (config.pipeline.csv_lists ? format_grid(*config.pipeline.csv_lists) : "");
@@ -63,6 +68,7 @@ int train(const CommandLine& line) {
     check_override_names(line.start.overrides);
     check_start(config, line.start);
     check_data(config);
+    check_gemm_table(config);
     signals.emplace(!config.checkpoint.dir.empty());
     return JobStart{config, "train\n" + text_of(config) + text_of(line.start)};
   };
@@ -76,6 +82,7 @@ int bench(const CommandLine& line) {
     const Config config = load_config(line.config_path, line.overrides);
     expect_built(config.execution.backend, config.execution.transport);
     expect_faults_allowed(config, false);
+    check_gemm_table(config);
     const BenchOptions& o = line.bench;
     return JobStart{config, "bench\n" + text_of(config) + "--steps " + std::to_string(o.steps) + "\n--warmup " +
                                 std::to_string(o.warmup) + "\n--ops " + (o.ops ? "on" : "off") + "\n--timeline " +

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 
+#include "app/gemm_table.h"
 #include "app/pipeline_plan.h"
 #include "app/plan_memory.h"
 #include "core/random.h"
@@ -48,11 +49,17 @@ Config three_stages(const Config& config, const std::vector<int>& bf16_layers) {
   return c;
 }
 
+Backend backend_of(const Config& config) {
+  Backend backend = make_backend(config.execution.backend);
+  (void)use_gemm_table(config.execution.gemm_table, backend);
+  return backend;
+}
+
 class Laboratory {
  public:
   Laboratory(const Config& config, const std::vector<int>& bf16_layers)
       : config_(three_stages(config, bf16_layers)),
-        backend_(make_backend(config_.execution.backend)),
+        backend_(backend_of(config_)),
         plan_(make_rank_plan(config_)),
         rank_(*backend_.device, *backend_.ops, alone_, make_rank_config(config_), plan_, nullptr),
         stream_(backend_.device->make_stream("measure")),

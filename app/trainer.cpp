@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "app/config_faults.h"
+#include "app/gemm_table.h"
 #include "app/pipeline_plan.h"
 #include "core/error.h"
 
@@ -107,6 +108,7 @@ void Trainer::start() {
   RankConfig rank_config = make_rank_config(config_);
   rank_config.initialize = !checkpoints_->has_start();
   rank_config.hooks = fault_hooks_ ? fault_hooks_.get() : &place_;
+  gemm_note_ = use_gemm_table(config_.execution.gemm_table, backend_);
   checked_ = check_start(rank_config, plan_, backend_, *transport_);
   checkpoints_->set_gemm_choices(checked_.gemms);
   rank_ = std::make_unique<PipelineRank>(*backend_.device, *backend_.ops, *transport_, rank_config, plan_, nullptr);
@@ -131,6 +133,7 @@ void Trainer::open_run() {
                   name_of(config_.pipeline.schedule) + ", " + counted(config_.microbatches(), "microbatch", "es") +
                   " a step | " + backend_.device->description() + " | transport " + binding_.transport);
   if (!binding_.table.empty()) progress_->note(binding_.table);
+  if (!gemm_note_.empty()) progress_->note(gemm_note_);
   for (const std::string& line : checkpoints_->notes()) progress_->note(line);
 }
 

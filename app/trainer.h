@@ -71,6 +71,7 @@ class Trainer {
   BatchSampler sampler_;
   StopSignals* signals_;
   std::unique_ptr<Checkpointer> checkpoints_;
+  std::string gemm_note_;  // which tuned algorithms are used; empty: no tune file
   StartCheck checked_;
   std::unique_ptr<PipelineRank> rank_;
   std::vector<std::int32_t> tokens_, targets_;  // [M, T]

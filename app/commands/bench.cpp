@@ -10,6 +10,7 @@
 #include "app/bench/step_times.h"
 #include "app/commands/commands.h"
 #include "app/environment.h"
+#include "app/gemm_table.h"
 #include "app/pipeline_plan.h"
 #include "app/rank_place.h"
 #include "app/report.h"
@@ -132,6 +133,8 @@ int run_bench(const Config& config, const BenchOptions& options, JobBoard* board
   Backend backend = make_backend(binding.backend, binding.ordinal);
   const std::unique_ptr<Transport> transport = make_transport(*backend.device, pipeline, data, rule, binding.transport);
   const bool leads = transport->rank(Group::kWorld) == 0;
+  const std::string gemms = use_gemm_table(config.execution.gemm_table, backend);
+  if (leads && !gemms.empty()) std::printf("%s\n", gemms.c_str());
   Json result{{"command", command_line},
               {"device", backend.device->description()},
               {"transport", binding.transport},

@@ -106,6 +106,18 @@ TEST_CASE("bench times complete steps, and every operation on rank 0, for which 
             .code == 2);
 }
 
+TEST_CASE("a malformed tune file is refused before work starts") {
+  const Scratch dir;
+  const std::string config = " --config " + tiny_config(dir);
+  std::ofstream(dir / "t.json") << R"({"schema_version": 1, "tables": [7]})";
+  for (const std::string command : {"train", "bench"}) {
+    const Outcome out = qeffect(command + config + " --set execution.gemm_table=" + (dir / "t.json"));
+    CHECK(out.code == 3);
+    CHECK_THAT(out.text,
+               ContainsSubstring("t.json has a fault") && ContainsSubstring("tables[0]: found 7, wanted an object"));
+  }
+}
+
 TEST_CASE("a bad config exits 3, bad data exits 4, an existing output exits 2") {
   const Scratch dir;
   const std::string config = tiny_config(dir);

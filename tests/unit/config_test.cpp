@@ -294,6 +294,8 @@ TEST_CASE("contradictions between keys are refused at the key that should change
        "gradients.dtype: found \"bf16\", gradients.placement copied"},
       {{"precision.compute=fp32", "execution.backend=cuda"}, "precision.compute fp32 runs only on \"cpu\""},
       {{"precision.compute=bf16", "head.precision=fp8_dynamic"}, "head.precision: found an fp8 head without"},
+      {{"execution.gemm_table=t.json", "execution.backend=cpu"},
+       "execution.gemm_table: has no effect under execution.backend cpu; remove it, or choose cuda."},
       {{"checkpoint.async=true"}, "checkpoint.dir: found none, wanted a folder with checkpoint.async true."},
       {{"precision.compute=bf16", "precision.bf16_layers=[0]"},
        "precision.bf16_layers: has no effect without precision.compute fp8"},
