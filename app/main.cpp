@@ -77,7 +77,21 @@ int train(const CommandLine& line) {
   });
 }
 
+// One process tunes for all ranks: the job is one of a single rank, whatever the config's runs need.
+int tune(const CommandLine& line) {
+  Config config;
+  const auto prepare = [&] {
+    config = load_config(line.config_path, line.overrides);
+    expect_built(config.execution.backend, config.execution.transport);
+    Config alone = config;
+    alone.pipeline.pipeline_model_parallel_size = alone.parallel.data = 1;
+    return JobStart{alone, "bench --tune\n" + text_of(config)};
+  };
+  return run_job(prepare, [&](const Config&, JobBoard*) { return run_tune(config, line.bench.tune); });
+}
+
 int bench(const CommandLine& line) {
+  if (!line.bench.tune.empty()) return tune(line);
   const auto prepare = [&] {
     const Config config = load_config(line.config_path, line.overrides);
     expect_built(config.execution.backend, config.execution.transport);
@@ -144,9 +158,17 @@ void declare_options(CLI::App& app, CommandLine& line) {
   bench->add_option("--warmup", line.bench.warmup, "Steps before them, the first included")
       ->check(CLI::Range(1, 1000000))
       ->capture_default_str();
-  bench->add_flag("--ops", line.bench.ops, "Also time each operation at the config's shapes");
-  bench->add_option("--output", line.bench.output, "Write the results as JSON");
-  bench->add_option("--timeline", line.bench.timeline, "Watch one more step and write it as a Chrome trace");
+  CLI::Option* ops = bench->add_flag("--ops", line.bench.ops, "Also time each operation at the config's shapes");
+  CLI::Option* output = bench->add_option("--output", line.bench.output, "Write the results as JSON");
+  CLI::Option* timeline =
+      bench->add_option("--timeline", line.bench.timeline, "Watch one more step and write it as a Chrome trace");
+  bench
+      ->add_option("--tune", line.bench.tune,
+                   "Time cuBLASLt's algorithms for the config's matrix products on one GPU, add the fastest to a file "
+                   "for execution.gemm_table and do nothing else")
+      ->excludes(ops)
+      ->excludes(output)
+      ->excludes(timeline);
 
   CLI::App* tokenize = app.add_subcommand("tokenize", "Turn text files into a token file of bytes (vocabulary 257)");
   tokenize->add_option("--input", line.tokenize.inputs, "Text files, one document each")->required();

@@ -22,9 +22,14 @@ struct BenchOptions {
   bool ops = false;      // each operation alone, on rank 0's device
   std::string output;    // JSON file; empty: none
   std::string timeline;  // Chrome trace of one more step; empty: none
+  std::string tune;      // tune file; empty: none
 };
-// As run_train, on random tokens; writes no run folder.
+// As run_train, on random tokens; writes no run folder. `tune` is run_tune's.
 int run_bench(const Config& config, const BenchOptions& options, JobBoard* board, const std::string& command_line);
+
+// Times the algorithms of every product that the config's ranks compute, however many, in this process alone; adds the
+// fastest to the tune file (app/gemm_table.h). Prints a line a product.
+int run_tune(const Config& config, const std::string& path);
 
 struct PlanOptions {
   std::string csv;            // "compute" or "lowered": print the lists as PyTorch's CSV and nothing else

@@ -1,9 +1,11 @@
 // What the CUDA backend promises about the choice among cuBLASLt's algorithms: alike everywhere, or as a tune file
 // says.
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "app/bench/gemm_tune.h"
 #include "core/error.h"
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/device.h"
@@ -124,4 +126,30 @@ TEST_CASE("an algorithm that the library cannot use for its product is refused w
     p.ops.gemm(*p.stream, p.product(512));  // and the backend goes on
     p.device.synchronize();
   }
+}
+
+TEST_CASE("tuning finds an algorithm that is then used, for FP8 with a bias and for a gradient that adds") {
+  if (!has_device()) return;
+  Products p;
+  GemmArgs forward;
+  forward.a = p.matrix(0, DType::kE4M3, 256, 512);
+  forward.b = p.matrix(1, DType::kE4M3, 512, 512);
+  forward.a_scale_inv = forward.b_scale_inv = p.matrix(2, DType::kF32, 1, kScalePitch).cols(0, 1);
+  forward.bias = p.matrix(2, DType::kBF16, 1, 512);
+  forward.d = p.matrix(3, DType::kBF16, 256, 512);
+  forward.fast_accumulation = true;
+  GemmArgs gradient = p.product(256);
+  gradient.accumulate = true;
+  const std::vector<GemmArgs> products{forward, gradient, p.product(256)};
+  std::vector<GemmChoice> tuned;
+  tune_gemms(p.device, p.ops, p.ops, products, [&](const GemmTableEntry& e) {
+    INFO(e.product << ": " << e.first_us << " us, " << e.us << " us");
+    CHECK(e.us > 0);
+    CHECK(e.us <= e.first_us);
+    tuned.push_back({e.product, e.algorithm});
+  });
+  CHECK(tuned.size() == 2);
+  p.ops.use_gemms(tuned, "t.json");
+  std::vector<GemmChoice> chosen = p.ops.choose_gemms(products);
+  CHECK(std::is_permutation(chosen.begin(), chosen.end(), tuned.begin(), tuned.end()));
 }

@@ -106,9 +106,18 @@ TEST_CASE("bench times complete steps, and every operation on rank 0, for which 
             .code == 2);
 }
 
-TEST_CASE("a malformed tune file is refused before work starts") {
+TEST_CASE("tuning and tune files are refused where they mean nothing, before work starts") {
   const Scratch dir;
   const std::string config = " --config " + tiny_config(dir);
+  const Outcome cpu = qeffect("bench" + config + " --set execution.backend=cpu --tune " + (dir / "t.json"));
+  CHECK(cpu.code == 3);
+  CHECK_THAT(cpu.text, ContainsSubstring("bench --tune wants cuda, on a machine with a GPU."));
+  CHECK_FALSE(std::filesystem::exists(dir / "t.json"));
+  CHECK(qeffect("bench" + config + " --ops --tune " + (dir / "t.json")).code == 2);
+  const Outcome two =
+      ranks(2, "bench" + config + " --set pipeline.pipeline_model_parallel_size=2 --tune " + (dir / "t.json"));
+  CHECK(two.code == 3);
+  CHECK_THAT(two.text, ContainsSubstring("got 2; start it with mpirun -n 1."));
   std::ofstream(dir / "t.json") << R"({"schema_version": 1, "tables": [7]})";
   for (const std::string command : {"train", "bench"}) {
     const Outcome out = qeffect(command + config + " --set execution.gemm_table=" + (dir / "t.json"));
