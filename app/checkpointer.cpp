@@ -119,7 +119,7 @@ void Checkpointer::save(PipelineRank& rank, const RunPosition& position) {
     pending_stall_ms_ = ms_since(start);
   } else {
     const SavedCheckpoint saved = save_checkpoint(*storage_, transport_, rank, c.dir, retention, std::move(about));
-    finished_.push_back({saved, false, ms_since(start)});
+    finished_.push_back({saved, false, ms_since(start), 0});
   }
 }
 
@@ -135,7 +135,7 @@ void Checkpointer::publish_pending() {
   const std::unique_ptr<BackgroundSave> save = std::move(pending_);  // gone whatever happens: nobody publishes twice
   const auto start = Clock::now();
   const SavedCheckpoint saved = save->publish();
-  finished_.push_back({saved, true, pending_stall_ms_ + ms_since(start)});
+  finished_.push_back({saved, true, pending_stall_ms_ + ms_since(start), save->waited_ms()});
 }
 
 }  // namespace qe

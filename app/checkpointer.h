@@ -26,7 +26,8 @@ struct StartOptions {
 struct FinishedSave {
   SavedCheckpoint checkpoint;
   bool background = false;
-  double stall_ms = 0;  // that training stood still for it
+  double stall_ms = 0;   // that training stood still for it
+  double waited_ms = 0;  // of those, for a file that was still being written
 };
 
 class Checkpointer {

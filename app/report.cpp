@@ -195,8 +195,12 @@ std::string report_json(const RunReport& r) {
     checks.push_back({{"name", c.name}, {"passed", c.passed}, {"detail", c.detail}});
   Json checkpoints = Json::array();
   for (const SaveRecord& s : r.checkpoints) {
-    checkpoints.push_back(
-        {{"step", s.step}, {"background", s.background}, {"stall_ms", s.stall_ms}, {"write_ms", s.write_ms}});
+    checkpoints.push_back({{"step", s.step},
+                           {"background", s.background},
+                           {"bytes", s.bytes},
+                           {"stall_ms", s.stall_ms},
+                           {"waited_ms", s.waited_ms},
+                           {"write_ms", s.write_ms}});
   }
   const std::size_t steps = r.rank_step_ms.empty() ? 0 : r.rank_step_ms.front().size();
   Json root{{"schema_version", kReportSchemaVersion},

@@ -61,8 +61,10 @@ struct CheckResult {
 struct SaveRecord {
   std::int64_t step = 0;
   bool background = false;
-  double stall_ms = 0;  // that training stood still for it
-  double write_ms = 0;  // of the slowest rank's file
+  std::uint64_t bytes = 0;  // of all ranks' files
+  double stall_ms = 0;      // that training stood still for it
+  double waited_ms = 0;     // of those, for a file that was still being written when the next save or the end came
+  double write_ms = 0;      // of the slowest rank's file
 };
 
 struct DataCounts {

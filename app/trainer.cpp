@@ -221,7 +221,8 @@ void Trainer::save() {
 void Trainer::tell_saves() {
   for (const FinishedSave& save : checkpoints_->take_finished()) {
     const SavedCheckpoint& saved = save.checkpoint;
-    report_.checkpoints.push_back({saved.step, save.background, save.stall_ms, saved.write_ms});
+    report_.checkpoints.push_back(
+        {saved.step, save.background, saved.bytes, save.stall_ms, save.waited_ms, saved.write_ms});
     if (!leads()) continue;
     char ms[96];
     std::snprintf(ms, sizeof ms, save.background ? "%.0f ms and in the background in %.0f ms" : "%.0f ms",

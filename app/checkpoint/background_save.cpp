@@ -75,10 +75,12 @@ std::string BackgroundSave::part() {
 }
 
 SavedCheckpoint BackgroundSave::publish() {
+  const auto start = std::chrono::steady_clock::now();
   while (!settled()) {
     std::unique_lock lock(mutex_);
     changed_.wait_for(lock, kPause, [this] { return done_; });
   }
+  waited_ms_ = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
   return folder_.publish([this] { return part(); });
 }
 

@@ -31,6 +31,7 @@ class BackgroundSave {
   // Waits for every rank's file, then does what save_checkpoint does. Throws CheckpointError on every rank alike where
   // one could not write. Once.
   SavedCheckpoint publish();
+  [[nodiscard]] double waited_ms() const noexcept { return waited_ms_; }  // by publish(), for files being written
 
  private:
   void write() noexcept;
@@ -43,6 +44,7 @@ class BackgroundSave {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool done_ = true;
+  double waited_ms_ = 0;
   std::string part_;
   std::exception_ptr error_;
   std::thread thread_;

@@ -29,6 +29,7 @@ struct SavedCheckpoint {
   std::string parameters_xxh3;
   bool finite = true;                // false: written, but `latest` does not point to it
   std::vector<std::string> removed;  // names of checkpoints that retention gave up
+  std::uint64_t bytes = 0;           // of all ranks' files
   double write_ms = 0;               // of the slowest rank's file
 };
 

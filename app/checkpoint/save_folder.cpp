@@ -101,6 +101,7 @@ void SaveFolder::gather_parts(const std::vector<std::string>& parts) {
     if (part.empty()) continue;
     const Json j = Json::parse(part);
     about_.files.push_back(file_from(j.at("file")));
+    saved_.bytes += about_.files.back().bytes;
     for (const Json& t : j.at("tensors")) about_.tensors.push_back(tensor_from(t));
     about_.finite = about_.finite && j.at("finite").get<bool>();
     saved_.write_ms = std::max(saved_.write_ms, j.at("ms").get<double>());

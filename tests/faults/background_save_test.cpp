@@ -65,6 +65,7 @@ TEST_CASE("a run that saves in the background has the losses, weights and tensor
       CHECK(saves[i]["background"] == (std::string(name) == "background"));
       CHECK(saves[i]["write_ms"].get<double>() > 0);
       CHECK(saves[i]["stall_ms"].get<double>() > 0);
+      CHECK(saves[i]["bytes"] == tensor_file(job, name, 6, 0).size() + tensor_file(job, name, 6, 1).size());
     }
   }
 }
@@ -81,7 +82,8 @@ TEST_CASE("a disk slower than every deadline holds up no step before the next sa
   const Json saves = report(job)["checkpoints"];
   REQUIRE(saves.size() == 3);
   CHECK(saves[0]["write_ms"].get<double>() > 3000);
-  CHECK(saves[0]["stall_ms"].get<double>() > 1000);  // step 4's save came too soon
+  CHECK(saves[0]["waited_ms"].get<double>() > 1000);  // step 4's save came too soon
+  CHECK(saves[0]["stall_ms"] >= saves[0]["waited_ms"]);
   CHECK(complete(job, "step_00000006"));
 }
 

@@ -21,7 +21,7 @@ inline RunReport full_report() {
   r.baselines = NgramBaseline{2.3, 1.83};
   r.train_data = {1, 1000, 15, 39};
   r.valid_data = DataCounts{2, 200, 3, 7};
-  r.checkpoints = {{2, false, 20, 18}, {4, true, 3, 45.5}};
+  r.checkpoints = {{2, false, 4096, 20, 0, 18}, {4, true, 4096, 3, 1.5, 45.5}};
   RankUsage usage;
   usage.device = "cpu";
   usage.graphs = 14;
