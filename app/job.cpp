@@ -132,10 +132,8 @@ constexpr double kOthersTell_s = 1;  // how long a rank that failed lets the oth
 
 // An exception leaves through MPI_Abort, or ranks of other hosts would wait for this one.
 int abort_job(const std::string& message, int code, JobBoard& board, Watchdog& watchdog, int size) {
-  board.raise(code);
   watchdog.begin_abort(code);
-  print_of_rank(board.rank(), size, message);
-  board.tell();
+  board.fail(code, message);
   if (size == 1) return code;  // nobody waits
   const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(kOthersTell_s);
   while (!board.all_told() && std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(kPoll);
@@ -166,7 +164,9 @@ Ending run_body(const Config& config, const JobBody& body, Watchdog& watchdog) {
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &size);
   if (!check_size(config, rank, size)) return {static_cast<int>(ExitCode::kConfig)};
-  JobBoard board(rank, [&](const std::string& mine) { return gather(mine, watchdog, config.runtime.timeout_s); });
+  JobBoard board(
+      rank, [&](const std::string& mine) { return gather(mine, watchdog, config.runtime.timeout_s); },
+      [&](const std::string& message) { print_of_rank(rank, size, message); });
   struct Watched {
     explicit Watched(Watchdog& w, JobBoard& b) : watchdog(w) { watchdog.watch(&b); }
     ~Watched() { watchdog.watch(nullptr); }
@@ -184,15 +184,17 @@ Ending run_body(const Config& config, const JobBody& body, Watchdog& watchdog) {
     return {code, board.other_host().empty()};
   } catch (const Error& e) {
     return {abort_job(e.what(), static_cast<int>(e.exit_code()), board, watchdog, size)};
-  } catch (const std::bad_alloc&) {
-    return {abort_job("The host has no memory left; make the model or the batch smaller, or raise the process's limit.",
-                      static_cast<int>(ExitCode::kRuntime), board, watchdog, size)};
   } catch (const std::exception& e) {
-    return {abort_job(e.what(), static_cast<int>(ExitCode::kRuntime), board, watchdog, size)};
+    return {abort_job(message_of(e), static_cast<int>(ExitCode::kRuntime), board, watchdog, size)};
   }
 }
 
 }  // namespace
+
+std::string message_of(const std::exception& e) {
+  if (dynamic_cast<const std::bad_alloc*>(&e) == nullptr) return e.what();
+  return "The host has no memory left; make the model or the batch smaller, or raise the process's limit.";
+}
 
 void print_error(const std::string& message) { std::fprintf(stderr, "qeffect: error: %s\n", message.c_str()); }
 

@@ -2,6 +2,7 @@
 // Decides who prints an error: what several ranks have wrong is printed once, and nothing is wrong silently.
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <string>
 
@@ -11,6 +12,7 @@
 namespace qe {
 
 void print_error(const std::string& message);
+std::string message_of(const std::exception&);  // what a user can make use of
 
 struct JobStart {
   Config config;

@@ -8,6 +8,7 @@
 
 #include "app/config_faults.h"
 #include "app/gemm_table.h"
+#include "app/job.h"
 #include "app/pipeline_plan.h"
 #include "core/error.h"
 
@@ -147,11 +148,14 @@ ExitCode Trainer::run() {
     finish_earlier_save();
     fill_report();
     throw;
+  } catch (const AgreedError& e) {
+    report_failure_alone(e.what(), e.exit_code());
+    throw;
   } catch (const Error& e) {
     fail_alone(e.what(), e.exit_code());
     throw;
   } catch (const std::exception& e) {
-    fail_alone(e.what(), ExitCode::kRuntime);
+    fail_alone(message_of(e), ExitCode::kRuntime);
     throw;
   }
   return stopping_ ? ExitCode::kStoppedBySignal : ExitCode::kOk;
@@ -173,7 +177,11 @@ void Trainer::note_failure(const std::string& message, ExitCode code) {
 
 // Before anything is taken down, because that may hang.
 void Trainer::fail_alone(const std::string& message, ExitCode code) {
-  if (board_ != nullptr && code != ExitCode::kCheckpoint) board_->raise(static_cast<int>(code));
+  if (board_ != nullptr) board_->fail(static_cast<int>(code), message);
+  report_failure_alone(message, code);
+}
+
+void Trainer::report_failure_alone(const std::string& message, ExitCode code) {
   if (signals_ != nullptr) signals_->ignore_requests();
   note_failure(message, code);
   write_report_alone();

@@ -52,8 +52,9 @@ class Trainer {
   void log_evaluation(std::int64_t step);
   void note_failure(const std::string& message, ExitCode);
   void fail_alone(const std::string& message, ExitCode);  // the other ranks are told, and wait no longer
-  void fill_report();                                     // collective
-  void write_report_alone() noexcept;                     // of what rank 0 knows, when the others may be gone
+  void report_failure_alone(const std::string& message, ExitCode);
+  void fill_report();                  // collective
+  void write_report_alone() noexcept;  // of what rank 0 knows, when the others may be gone
   [[nodiscard]] RankUsage usage() const;
   [[nodiscard]] bool leads() const { return transport_->rank(Group::kWorld) == 0; }
 

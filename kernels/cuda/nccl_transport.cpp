@@ -157,7 +157,8 @@ class NcclTransport final : public Transport {
     std::unique_ptr<Event> last_use;
   };
 
-  // A message that never comes holds its kernel on the card, and memory could not be freed on the way out.
+  // A message that never comes holds its kernel on the card, and memory could not be freed on the way out. The failure
+  // is told by now: an abort may itself wait for a rank that is stopped, and then the watchdog ends this process.
   void wait_for_card(const std::function<bool()>& done, const std::function<std::string()>& what) {
     try {
       wait_.until(done, what);

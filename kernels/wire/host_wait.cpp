@@ -48,7 +48,10 @@ void HostWait::look(double waited_s, const std::function<std::string()>& what,
                      ", which is past the deadline; find out why the other rank is late, or raise runtime.timeout_s";
   if (board != nullptr) text += "\n  rank " + std::to_string(rank_) + " is " + to_string(board->place());
   if (detail) text += detail();
-  if (board != nullptr) text += "\n  " + board->slowest();
+  if (board != nullptr) {
+    text += "\n  " + board->slowest();
+    board->fail(static_cast<int>(ExitCode::kDevice), text);
+  }
   throw DeviceError(text);
 }
 

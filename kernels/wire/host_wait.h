@@ -38,7 +38,7 @@ class HostWait {
 
   // One look by who polls himself, at a wait that has lasted `waited_s`. Throws Error with the job's exit code when
   // another rank has failed, DeviceError past the deadline: this rank and where it is, what() it waits for, since when,
-  // then detail(), then which rank is the slowest.
+  // then detail(), then which rank is the slowest. The board has then told it.
   void look(double waited_s, const std::function<std::string()>& what,
             const std::function<std::string()>& detail = {}) const;
   void over() const noexcept;  // such a wait has ended, or something moved

@@ -89,7 +89,7 @@ std::string to_string(const Place& p) {
   return "?";
 }
 
-JobBoard::JobBoard(int rank, const Exchange& exchange) : rank_(rank) {
+JobBoard::JobBoard(int rank, const Exchange& exchange, Tell tell) : rank_(rank), tell_(std::move(tell)) {
   const std::vector<std::string> hosts = exchange(host_name());
   ranks_ = static_cast<int>(hosts.size());
   for (int r = 0; r < ranks_; ++r) {
@@ -163,11 +163,16 @@ void JobBoard::set_waiting(bool waits) noexcept {
 
 void JobBoard::tick() noexcept { row(rank_).ticked.store(now(), std::memory_order_relaxed); }
 void JobBoard::leave() noexcept { row(rank_).state = Row::kLeft; }
-void JobBoard::tell() noexcept { row(rank_).state = Row::kTold; }
-
 void JobBoard::raise(int code) noexcept {
   std::uint64_t none = 0;
   page_->failed.compare_exchange_strong(none, pack(Failure{rank_, code, false}), std::memory_order_acq_rel);
+}
+
+void JobBoard::fail(int code, const std::string& message) {
+  raise(code);
+  if (told_.exchange(true)) return;
+  if (tell_) tell_(message);
+  row(rank_).state = Row::kTold;
 }
 
 std::optional<JobBoard::Failure> JobBoard::failure() const noexcept {

@@ -3,6 +3,7 @@
 // at once when a rank has failed, and the watchdog of a process (app/watchdog.h).
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -27,8 +28,10 @@ class JobBoard {
  public:
   // Every rank's text on every rank, in rank order; collective and under a deadline.
   using Exchange = std::function<std::vector<std::string>(const std::string& mine)>;
-  // Collective over the world. DeviceError, on every rank alike, where ranks of a host cannot share memory.
-  JobBoard(int rank, const Exchange&);
+  using Tell = std::function<void(const std::string& message)>;
+  // Collective over the world. DeviceError, on every rank alike, where ranks of a host cannot share memory. `tell`
+  // prints why this rank failed; any of its threads, once.
+  JobBoard(int rank, const Exchange&, Tell tell = {});
   ~JobBoard();
   JobBoard(const JobBoard&) = delete;
   JobBoard& operator=(const JobBoard&) = delete;
@@ -43,10 +46,12 @@ class JobBoard {
   void set_waiting(bool) noexcept;  // for another rank
   void tick() noexcept;             // the process runs
   void leave() noexcept;            // it has nothing more to do for the others: its end is no failure
-  void tell() noexcept;             // it has printed why it ends
 
   // This rank failed, and the job ends with `code`. The first to fail stays.
   void raise(int code) noexcept;
+  // The same, and tells why, unless this rank has told already. For whoever notices a failure, before anything is taken
+  // down: that may hang, and then the process is ended.
+  void fail(int code, const std::string& message);
   struct Failure {
     int rank, code;
     bool died;  // its process is gone, and it could not say why
@@ -78,6 +83,8 @@ class JobBoard {
   void* share(const std::string& name, bool creates, std::string& fault) const;
 
   int rank_;
+  Tell tell_;
+  std::atomic<bool> told_ = false;
   int ranks_ = 0;
   std::vector<int> here_;  // ranks of this host
   std::string other_host_;

@@ -10,9 +10,12 @@
 #include <csignal>
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "core/error.h"
+#include "kernels/wire/host_wait.h"
 #include "tests/catch.h"
 
 namespace qe {
@@ -115,6 +118,37 @@ TEST_CASE("the first failure stays, with its own exit code, and the rank that ra
   OtherRank fine([](JobBoard&) {});
   fine.mine().raise(4);
   CHECK_NOTHROW(fine.mine().expect_no_failure());
+}
+
+TEST_CASE(
+    "a failure is told once, when it is noticed: a wait past its deadline has told before anything is taken down") {
+  std::vector<std::string> told;
+  JobBoard board(
+      0, [](const std::string& mine) { return std::vector{mine}; },
+      [&](const std::string& message) { told.push_back(message); });
+  const HostWait wait(0, {0.05, &board});
+  struct TornDown {
+    ~TornDown() { told_before = told.size(); }
+    const std::vector<std::string>& told;
+    std::size_t& told_before;
+  };
+  std::size_t told_before = 0;
+  std::string thrown;
+  try {
+    const TornDown resource{told, told_before};
+    wait.until([] { return false; }, [] { return "a message"; });
+  } catch (const DeviceError& e) {
+    thrown = e.what();
+  }
+  CHECK(told_before == 1);
+  CHECK(told == std::vector{thrown});
+  CHECK_THAT(thrown, ContainsSubstring("rank 0 waits for a message since"));
+  REQUIRE(board.failure());
+  CHECK(board.failure()->code == static_cast<int>(ExitCode::kDevice));
+  CHECK(board.all_told());
+  board.fail(1, "later");
+  CHECK(told.size() == 1);
+  CHECK(board.failure()->code == static_cast<int>(ExitCode::kDevice));
 }
 
 TEST_CASE(
