@@ -91,6 +91,15 @@ TEST_CASE("a tune file is replaced at once, and one that cannot be written is re
                       ContainsSubstring("none.json cannot be opened") && ContainsSubstring("qeffect bench --tune"));
 }
 
+TEST_CASE("the tables that come with the program can be read") {
+  int files = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(QE_SOURCE_DIR "/configs/gemm_tables")) {
+    CHECK(!read_gemm_tables(entry.path().string()).empty());
+    ++files;
+  }
+  CHECK(files > 0);
+}
+
 TEST_CASE("a backend takes the table of its platform alone, and the log says which") {
   const Scratch dir;
   write_gemm_tables(dir / "t.json", two_tables());
