@@ -58,9 +58,7 @@ std::string progress_line(std::int64_t step, std::int64_t train_iters, double ms
 }
 
 Progress::Progress(const Config& config, const std::optional<CardPeaks>& peaks)
-    : config_(config), peaks_(peaks), terminal_(::isatty(STDERR_FILENO) == 1) {
-  std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);
-}
+    : out_(STDOUT_FILENO), config_(config), peaks_(peaks), terminal_(::isatty(STDERR_FILENO) == 1) {}
 
 void Progress::step(const StepRecord& r) {
   ms_per_step_ = ms_per_step_ == 0 ? r.ms : 0.9 * ms_per_step_ + 0.1 * r.ms;
@@ -78,7 +76,7 @@ void Progress::finish() {
 
 void Progress::print(const std::string& line) {
   erase();
-  std::printf("%s\n", line.c_str());
+  out_.write(line);
   if (!shown_.empty()) std::fprintf(stderr, "%s", shown_.c_str());
 }
 

@@ -8,6 +8,7 @@
 
 #include "app/card_peaks.h"
 #include "app/config.h"
+#include "app/line_sink.h"
 #include "app/report.h"
 
 namespace qe {
@@ -21,7 +22,6 @@ std::string progress_line(std::int64_t step, std::int64_t train_iters, double ms
 
 class Progress {
  public:
-  // Line-buffers standard output, so that a log of a killed run is whole.
   Progress(const Config& config, const std::optional<CardPeaks>& peaks);
   void step(const StepRecord& record);
   void eval(const EvalRecord& record);
@@ -32,6 +32,7 @@ class Progress {
   void print(const std::string& line);
   void erase();
 
+  LineSink out_;
   const Config& config_;
   std::optional<CardPeaks> peaks_;
   bool terminal_;
