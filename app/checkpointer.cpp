@@ -103,7 +103,7 @@ bool Checkpointer::due(std::int64_t step, bool stopping) const noexcept {
 }
 
 void Checkpointer::save(PipelineRank& rank, const RunPosition& position) {
-  finish();
+  if (pending_) publish_pending();
   Manifest about;
   about.position = position;
   about.data_windows = windows_;
@@ -114,6 +114,7 @@ void Checkpointer::save(PipelineRank& rank, const RunPosition& position) {
   const CheckpointSection& c = config_.checkpoint;
   const Retention retention{c.keep_last, c.keep_every};
   const auto start = Clock::now();
+  close_published();
   if (c.async) {
     pending_ = std::make_unique<BackgroundSave>(*storage_, transport_, rank, copy_, c.dir, retention, std::move(about));
     pending_stall_ms_ = ms_since(start);
@@ -129,13 +130,19 @@ void Checkpointer::poll() {
 
 void Checkpointer::finish() {
   if (pending_) publish_pending();
+  close_published();
 }
 
 void Checkpointer::publish_pending() {
-  const std::unique_ptr<BackgroundSave> save = std::move(pending_);  // gone whatever happens: nobody publishes twice
+  std::unique_ptr<BackgroundSave> save = std::move(pending_);  // gone whatever happens: nobody publishes twice
   const auto start = Clock::now();
   const SavedCheckpoint saved = save->publish();
   finished_.push_back({saved, true, pending_stall_ms_ + ms_since(start), save->waited_ms()});
+  published_ = std::move(save);
+}
+
+void Checkpointer::close_published() {
+  if (const std::unique_ptr<BackgroundSave> save = std::move(published_)) save->close();
 }
 
 }  // namespace qe

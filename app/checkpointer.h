@@ -56,13 +56,14 @@ class Checkpointer {
   // Publishes a save of the background that every rank has written. At step boundaries. Throws CheckpointError on every
   // rank alike where one could not write.
   void poll();
-  void finish();  // the same, and waits for it
+  void finish();  // the same, and waits for it and for the removal of older ones
   [[nodiscard]] bool writing() const noexcept { return pending_ != nullptr; }
   // What has been published since the last call.
   std::vector<FinishedSave> take_finished() { return std::exchange(finished_, {}); }
 
  private:
   void publish_pending();
+  void close_published();
   const Config& config_;
   Transport& transport_;
   std::unique_ptr<Storage> storage_;
@@ -73,8 +74,9 @@ class Checkpointer {
   std::optional<FoundCheckpoint> found_;
   std::optional<ResumeRecord> resumed_;
   std::vector<FinishedSave> finished_;
-  StateCopy copy_;                           // of checkpoint.async
-  std::unique_ptr<BackgroundSave> pending_;  // writes copy_ through storage_
+  StateCopy copy_;                             // of checkpoint.async
+  std::unique_ptr<BackgroundSave> pending_;    // writes copy_ through storage_
+  std::unique_ptr<BackgroundSave> published_;  // removes older checkpoints
   double pending_stall_ms_ = 0;
 };
 

@@ -24,12 +24,12 @@ BackgroundSave::BackgroundSave(Storage& storage, Transport& transport, PipelineR
     if (folder_.rank_writes()) copy.fill(rank);
   });
   if (!folder_.rank_writes()) return;
-  done_ = false;
-  try {
-    thread_ = std::thread([this] { write(); });
-  } catch (const std::system_error&) {
-    write();  // the system has no thread left: the loop waits this time
-  }
+  start([this] {
+    part_ = folder_.write_file(copy_.entries(), [this](std::size_t i) {
+      if (abandoned_) throw Abandoned{};
+      return copy_.bytes(i);
+    });
+  });
 }
 
 BackgroundSave::~BackgroundSave() {
@@ -37,23 +37,31 @@ BackgroundSave::~BackgroundSave() {
   if (thread_.joinable()) thread_.join();
 }
 
-void BackgroundSave::write() noexcept {
-  std::string part;
-  std::exception_ptr error;
+void BackgroundSave::start(std::function<void()> work) {
+  done_ = false;
+  const auto run = [this, work = std::move(work)] {
+    std::exception_ptr error;
+    try {
+      work();
+    } catch (const Abandoned&) {
+    } catch (...) {
+      error = std::current_exception();
+    }
+    const std::lock_guard lock(mutex_);
+    error_ = error;
+    done_ = true;
+    changed_.notify_all();
+  };
   try {
-    part = folder_.write_file(copy_.entries(), [this](std::size_t i) {
-      if (abandoned_) throw Abandoned{};
-      return copy_.bytes(i);
-    });
-  } catch (const Abandoned&) {
-  } catch (...) {
-    error = std::current_exception();
+    thread_ = std::thread(run);
+  } catch (const std::system_error&) {
+    run();  // the system has no thread left: the loop waits this time
   }
-  const std::lock_guard lock(mutex_);
-  part_ = std::move(part);
-  error_ = error;
-  done_ = true;
-  changed_.notify_all();
+}
+
+void BackgroundSave::join() {
+  if (thread_.joinable()) thread_.join();
+  if (error_) std::rethrow_exception(error_);
 }
 
 bool BackgroundSave::settled() {
@@ -69,19 +77,27 @@ bool BackgroundSave::settled() {
 }
 
 std::string BackgroundSave::part() {
-  if (thread_.joinable()) thread_.join();
-  if (error_) std::rethrow_exception(error_);
+  join();
   return part_;
 }
 
 SavedCheckpoint BackgroundSave::publish() {
-  const auto start = std::chrono::steady_clock::now();
+  const auto begun = std::chrono::steady_clock::now();
   while (!settled()) {
     std::unique_lock lock(mutex_);
     changed_.wait_for(lock, kPause, [this] { return done_; });
   }
-  waited_ms_ = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
-  return folder_.publish([this] { return part(); });
+  waited_ms_ = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begun).count();
+  SavedCheckpoint saved = folder_.publish([this] { return part(); });
+  start([this] { folder_.remove_aside(); });
+  return saved;
+}
+
+void BackgroundSave::close() {
+  all_or_none(transport_, [this]() -> std::string {
+    join();
+    return "";
+  });
 }
 
 }  // namespace qe

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -28,13 +29,17 @@ class BackgroundSave {
 
   // Whether publish() would not wait: every rank has written its file, or some rank cannot.
   bool settled();
-  // Waits for every rank's file, then does what save_checkpoint does. Throws CheckpointError on every rank alike where
-  // one could not write. Once.
+  // Waits for every rank's file, then does what save_checkpoint does, but begins to remove older checkpoints in the
+  // thread. Throws CheckpointError on every rank alike where one could not write. Once.
   SavedCheckpoint publish();
+  // After publish: waits until they are removed. Throws CheckpointError on every rank alike where one could not be.
+  void close();
   [[nodiscard]] double waited_ms() const noexcept { return waited_ms_; }  // by publish(), for files being written
 
  private:
-  void write() noexcept;
+  // `work` in the thread; what it throws is kept for join().
+  void start(std::function<void()> work);
+  void join();
   std::string part();  // of the manifest, when the thread is done
 
   Transport& transport_;

@@ -27,10 +27,9 @@ struct SavedCheckpoint {
   std::int64_t step = 0;
   std::string folder;
   std::string parameters_xxh3;
-  bool finite = true;                // false: written, but `latest` does not point to it
-  std::vector<std::string> removed;  // names of checkpoints that retention gave up
-  std::uint64_t bytes = 0;           // of all ranks' files
-  double write_ms = 0;               // of the slowest rank's file
+  bool finite = true;       // false: written, but `latest` does not point to it
+  std::uint64_t bytes = 0;  // of all ranks' files
+  double write_ms = 0;      // of the slowest rank's file
 };
 
 // Writes step_<position.step> of `dir` and publishes it. `about` brings everything but files, tensors, digests, epoch

@@ -63,7 +63,7 @@ SavedCheckpoint save_checkpoint(Storage& storage, Transport& transport, Pipeline
                                 const Retention& retention, Manifest about) {
   SaveFolder folder(storage, transport, rank, dir, retention, std::move(about));
   folder.open([] {});
-  return folder.publish([&]() -> std::string {
+  const SavedCheckpoint saved = folder.publish([&]() -> std::string {
     if (!folder.rank_writes()) return "";
     const std::vector<StateEntry> entries = rank.state();
     std::size_t largest = 0;
@@ -75,6 +75,11 @@ SavedCheckpoint save_checkpoint(Storage& storage, Transport& transport, Pipeline
       return Bytes(bytes);
     });
   });
+  all_or_none(transport, [&]() -> std::string {
+    folder.remove_aside();
+    return "";
+  });
+  return saved;
 }
 
 }  // namespace qe

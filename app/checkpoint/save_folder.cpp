@@ -114,13 +114,13 @@ SavedCheckpoint SaveFolder::publish(const std::function<std::string()>& part) {
     gather_parts(all_or_none(transport_, part));
     saved_.finite = about_.finite;
     saved_.parameters_xxh3 = about_.parameters_xxh3;
-    const std::vector<std::string> removed = all_or_none(transport_, [&]() -> std::string {
+    all_or_none(transport_, [&]() -> std::string {
       if (!leads()) return "";
       storage_.write_file(path_in(unfinished_, kManifestName), manifest_text(about_));
       qe::publish(storage_, dir_, about_.position.step, about_.finite);
-      return Json(prune(storage_, dir_, about_.position.step, retention_)).dump();
+      aside_ = set_aside(storage_, dir_, about_.position.step, retention_);
+      return "";
     });
-    saved_.removed = Json::parse(removed.front()).get<std::vector<std::string>>();
   } catch (const CheckpointError&) {
     remove();
     throw;

@@ -23,9 +23,11 @@ class SaveFolder {
   using Read = std::function<Bytes(std::size_t entry)>;  // what it gives is used before it is called again
   // This rank's file; returns its part of the manifest, for publish. Any thread; the only call that may be another's.
   [[nodiscard]] std::string write_file(const std::vector<StateEntry>&, const Read&) const;
-  // `part` gives what write_file returned, or empty. Writes the manifest, renames the folder, prunes. Collective as
-  // open.
+  // `part` gives what write_file returned, or empty. Writes the manifest, renames the folder, and takes older ones out
+  // of sight as retention says. Collective as open.
   SavedCheckpoint publish(const std::function<std::string()>& part);
+  // Removes those, which takes a disk seconds where they are large. After publish; any thread. Throws CheckpointError.
+  void remove_aside() const { remove_all(storage_, aside_); }
 
  private:
   void gather_parts(const std::vector<std::string>&);
@@ -40,7 +42,8 @@ class SaveFolder {
   SavedCheckpoint saved_;
   std::string unfinished_;
   bool rank_writes_;
-  std::string file_;  // this rank's
+  std::string file_;                // this rank's
+  std::vector<std::string> aside_;  // on the rank that leads
 };
 
 }  // namespace qe

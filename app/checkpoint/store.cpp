@@ -28,12 +28,12 @@ std::vector<std::string> names_in(const std::string& dir) {
   return names;
 }
 
-// First out of the names that readers look at, then gone.
-void remove_checkpoint(Storage& storage, const std::string& dir, const std::string& name) {
-  const std::string aside = path_in(dir, name + ".old" + std::string(kUnfinished));
+// Out of the names that readers look at; returns where it is now.
+std::string put_aside(Storage& storage, const std::string& dir, const std::string& name) {
+  std::string aside = path_in(dir, name + ".old" + std::string(kUnfinished));
   storage.remove(aside);
   storage.rename(path_in(dir, name), aside);
-  storage.remove(aside);
+  return aside;
 }
 
 }  // namespace
@@ -129,7 +129,7 @@ void publish(Storage& storage, const std::string& dir, std::int64_t step, bool f
   const std::string name = step_name(step), folder = path_in(dir, name);
   const std::string unfinished = folder + std::string(kUnfinished);
   storage.sync_directory(unfinished);
-  if (fs::exists(folder)) remove_checkpoint(storage, dir, name);  // of a run that was taken back to an earlier step
+  if (fs::exists(folder)) storage.remove(put_aside(storage, dir, name));  // of a run that was taken back
   storage.rename(unfinished, folder);
   storage.sync_directory(dir);
   if (!finite) return;
@@ -139,9 +139,9 @@ void publish(Storage& storage, const std::string& dir, std::int64_t step, bool f
   storage.sync_directory(dir);
 }
 
-std::vector<std::string> prune(Storage& storage, const std::string& dir, std::int64_t step, const Retention& keep) {
-  std::vector<std::string> removed = unfinished_in(dir);
-  for (const std::string& name : removed) storage.remove(path_in(dir, name));
+std::vector<std::string> set_aside(Storage& storage, const std::string& dir, std::int64_t step, const Retention& keep) {
+  std::vector<std::string> aside;
+  for (const std::string& name : unfinished_in(dir)) aside.push_back(path_in(dir, name));
   std::vector<std::int64_t> steps = steps_in(dir);
   std::reverse(steps.begin(), steps.end());
   int finite_seen = 0;
@@ -155,10 +155,13 @@ std::vector<std::string> prune(Storage& storage, const std::string& dir, std::in
     }
     const bool recent = finite ? ++finite_seen <= keep.keep_last : finite_seen == 0;
     if (recent || (keep.keep_every > 0 && s % keep.keep_every == 0)) continue;
-    remove_checkpoint(storage, dir, step_name(s));
-    removed.push_back(step_name(s));
+    aside.push_back(put_aside(storage, dir, step_name(s)));
   }
-  return removed;
+  return aside;
+}
+
+void remove_all(Storage& storage, const std::vector<std::string>& folders) {
+  for (const std::string& folder : folders) storage.remove(folder);
 }
 
 }  // namespace qe

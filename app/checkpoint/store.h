@@ -46,8 +46,9 @@ void verify_files(const std::string& folder, const Manifest&, int part = 0, int 
 
 // The finished `folder`.tmp becomes `folder`, replacing an earlier one, and `latest` points there if `finite`.
 void publish(Storage&, const std::string& dir, std::int64_t step, bool finite);
-// Removes what retention does not keep among the checkpoints up to `step`, and everything unfinished. Never the newest
-// checkpoint with finite weights. Returns the names removed.
-std::vector<std::string> prune(Storage&, const std::string& dir, std::int64_t step, const Retention&);
+// Takes what retention does not keep among the checkpoints up to `step` out of the names that readers look at. Never
+// the newest checkpoint with finite weights. Returns the folders that may be removed: these, and what is unfinished.
+std::vector<std::string> set_aside(Storage&, const std::string& dir, std::int64_t step, const Retention&);
+void remove_all(Storage&, const std::vector<std::string>& folders);
 
 }  // namespace qe

@@ -73,13 +73,16 @@ TEST_CASE("every call of a save, failing with both errors and killing the rank",
 }
 
 TEST_CASE("keep_last 2, saved after each of six steps: the two newest stay, and nothing else", "[slow]") {
-  const Job job(2);
-  REQUIRE(run(job.mpirun(job.train("--set checkpoint.interval=1 checkpoint.keep_last=2"))).code == 0);
-  std::set<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(job.checkpoints())) {
-    names.insert(entry.path().filename().string());
+  for (const char* async : {"false", "true"}) {
+    const Job job(2);
+    const std::string keys = std::string("checkpoint.interval=1 checkpoint.keep_last=2 checkpoint.async=") + async;
+    REQUIRE(run(job.mpirun(job.train("--set " + keys))).code == 0);
+    std::set<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(job.checkpoints())) {
+      names.insert(entry.path().filename().string());
+    }
+    CHECK(names == std::set<std::string>{"latest", "step_00000005", "step_00000006"});
   }
-  CHECK(names == std::set<std::string>{"latest", "step_00000005", "step_00000006"});
 }
 
 }  // namespace qe::testing

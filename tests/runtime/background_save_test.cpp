@@ -55,7 +55,7 @@ class Gate {
 };
 
 // A disk on which a tensor file is not written before a gate opens, or never.
-class GatedStorage final : public Storage {
+class GatedStorage : public Storage {
  public:
   GatedStorage(Gate* gate, bool fails) : gate_(gate), fails_(fails) {}
 
@@ -75,6 +75,18 @@ class GatedStorage final : public Storage {
   Gate* gate_;
   bool fails_;
   std::unique_ptr<Storage> disk_ = make_disk_storage();
+};
+
+// A disk from which an old checkpoint cannot be removed.
+class KeepingStorage final : public GatedStorage {
+ public:
+  KeepingStorage() : GatedStorage(nullptr, false) {}
+  void remove(const std::string& path) override {
+    if (std::filesystem::exists(path) && path.ends_with(".old.tmp")) {
+      throw CheckpointError("Cannot remove " + path + " (Input/output error).");
+    }
+    GatedStorage::remove(path);
+  }
 };
 
 struct Outcome {
@@ -183,6 +195,33 @@ TEST_CASE(
     CHECK(loaded == std::vector<std::int64_t>{1, 1});
     CHECK(unfinished_in(dir / "c").empty());
   }
+}
+
+TEST_CASE("an old checkpoint that cannot be removed is told by every rank alike, and the new one is there") {
+  const Scratch dir;
+  std::mutex mutex;
+  std::vector<std::string> errors;
+  RunOptions options{.steps = 1, .trace = false};
+  options.at_boundary = [&](PipelineRank& rank, Transport& t, std::uint32_t) {
+    save_checkpoint(*make_disk_storage(), t, rank, dir / "c", {}, about(1));
+    KeepingStorage storage;
+    StateCopy copy;
+    BackgroundSave save(storage, t, rank, copy, dir / "c", {.keep_last = 1}, about(2));
+    save.publish();
+    std::string error;
+    try {
+      save.close();
+    } catch (const CheckpointError& e) {
+      error = e.what();
+    }
+    const std::lock_guard lock(mutex);
+    errors.push_back(error);
+  };
+  run_training(test_config(kTwoRanks), options);
+  REQUIRE(errors.size() == 2);
+  CHECK(errors[0] == errors[1]);
+  CHECK_THAT(errors[0], ContainsSubstring("rank 0: Cannot remove " + (dir / "c")));
+  CHECK(steps_in(dir / "c") == std::vector<std::int64_t>{2});
 }
 
 TEST_CASE("one rank's failure is told while another rank still has much to write") {
