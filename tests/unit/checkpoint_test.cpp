@@ -56,8 +56,11 @@ void make_checkpoint(const std::string& dir, std::int64_t step, const Config& co
     std::vector<StoredTensor> tensors = kTensors;
     for (StoredTensor& t : tensors) t.name += file.substr(4, 6);
     const auto out = disk->create(path_in(folder, file));
-    const WrittenFile written = write_safetensors(
-        *out, tensors, [&](std::size_t i) { return bytes_for(tensors[i], static_cast<std::uint64_t>(step)); });
+    std::vector<unsigned char> bytes;
+    const WrittenFile written = write_safetensors(*out, tensors, [&](std::size_t i) {
+      bytes = bytes_for(tensors[i], static_cast<std::uint64_t>(step));
+      return Bytes(bytes);
+    });
     m.files.push_back({file, written.bytes, written.digest});
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       const StoredTensor& t = tensors[i];
@@ -118,8 +121,11 @@ TEST_CASE("safetensors files read back by name, and start their buffer on eight 
   const Scratch dir;
   const auto disk = make_disk_storage();
   const auto out = disk->create(dir / "a.safetensors");
-  const WrittenFile written =
-      write_safetensors(*out, kTensors, [&](std::size_t i) { return bytes_for(kTensors[i], 5); });
+  std::vector<unsigned char> source;
+  const WrittenFile written = write_safetensors(*out, kTensors, [&](std::size_t i) {
+    source = bytes_for(kTensors[i], 5);
+    return Bytes(source);
+  });
   const InputFile file(dir / "a.safetensors");
   CHECK(file.size() == written.bytes);
   CHECK(digest_of_file(file) == written.digest);
