@@ -81,12 +81,16 @@ std::string BackgroundSave::part() {
   return part_;
 }
 
-SavedCheckpoint BackgroundSave::publish() {
-  const auto begun = std::chrono::steady_clock::now();
+void BackgroundSave::settle() {
   while (!settled()) {
     std::unique_lock lock(mutex_);
     changed_.wait_for(lock, kPause, [this] { return done_; });
   }
+}
+
+SavedCheckpoint BackgroundSave::publish() {
+  const auto begun = std::chrono::steady_clock::now();
+  settle();
   waited_ms_ = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begun).count();
   SavedCheckpoint saved = folder_.publish([this] { return part(); });
   start([this] { folder_.remove_aside(); });
@@ -94,6 +98,7 @@ SavedCheckpoint BackgroundSave::publish() {
 }
 
 void BackgroundSave::close() {
+  settle();
   all_or_none(transport_, [this]() -> std::string {
     join();
     return "";

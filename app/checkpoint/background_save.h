@@ -40,6 +40,7 @@ class BackgroundSave {
   // `work` in the thread; what it throws is kept for join().
   void start(std::function<void()> work);
   void join();
+  void settle();       // the thread of every rank; however long it takes, no rank waits for another past a deadline
   std::string part();  // of the manifest, when the thread is done
 
   Transport& transport_;

@@ -50,7 +50,7 @@ void HostWait::look(double waited_s, const std::function<std::string()>& what,
   if (detail) text += detail();
   if (board != nullptr) {
     text += "\n  " + board->slowest();
-    board->fail(static_cast<int>(ExitCode::kDevice), text);
+    if (rule_.ends_job) board->fail(static_cast<int>(ExitCode::kDevice), text);
   }
   throw DeviceError(text);
 }

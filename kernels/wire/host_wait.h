@@ -11,9 +11,11 @@ namespace qe {
 
 // When a wait ends without what it waits for.
 struct WaitRule {
-  WaitRule(double deadline_s, JobBoard* ranks = nullptr) : timeout_s(deadline_s), board(ranks) {}
+  WaitRule(double deadline_s, JobBoard* ranks = nullptr, bool late_is_failure = true)
+      : timeout_s(deadline_s), board(ranks), ends_job(late_is_failure) {}
   double timeout_s;
   JobBoard* board;  // may be null: then a failure elsewhere shows as a deadline
+  bool ends_job;    // past the deadline the job has failed; else only this wait has
 };
 
 // How long a wait has lasted, without the time in which this very process did not run: when a batch system stops a
@@ -38,7 +40,7 @@ class HostWait {
 
   // One look by who polls himself, at a wait that has lasted `waited_s`. Throws Error with the job's exit code when
   // another rank has failed, DeviceError past the deadline: this rank and where it is, what() it waits for, since when,
-  // then detail(), then which rank is the slowest. The board has then told it.
+  // then detail(), then which rank is the slowest. Where that ends the job the board has told it.
   void look(double waited_s, const std::function<std::string()>& what,
             const std::function<std::string()>& detail = {}) const;
   void over() const noexcept;  // such a wait has ended, or something moved

@@ -146,7 +146,7 @@ StagedTransport::~StagedTransport() {
     memory_->synchronize();
     inboxes_.clear();
     // Blocks go only after every reader has closed them.
-    control_.barrier(Group::kWorld, HostWait(layout_.world, {kLastBarrier_s, board_}));
+    control_.barrier(Group::kWorld, HostWait(layout_.world, {kLastBarrier_s, board_, false}));
   } catch (const std::exception&) {  // a rank that failed has told why; this one has nothing left to lose
   }
 }

@@ -2,7 +2,9 @@
 // its own and late, so that a missing wait reads stale bytes and a block reused too early is overwritten.
 #include "kernels/wire/staged_transport.h"
 
+#include <array>
 #include <atomic>
+#include <barrier>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -165,11 +167,11 @@ class HeapMemory final : public qe::PeerMemory {
 };
 
 struct Rank {
-  Rank(ThreadWorld& world, int rank, int pipeline, int data = 1, double timeout_s = 60)
+  Rank(ThreadWorld& world, int rank, int pipeline, int data = 1, const qe::WaitRule& rule = 60)
       : out(2 * static_cast<std::uint64_t>(rank)),
         in(2 * static_cast<std::uint64_t>(rank) + 1),
         transport(std::make_unique<HeapMemory>(std::vector{&out, &in}), world.wire(rank),
-                  qe::RankLayout{rank, pipeline, data}, timeout_s) {}
+                  qe::RankLayout{rank, pipeline, data}, rule) {}
   LateStream out, in;
   qe::StagedTransport transport;
 };
@@ -305,6 +307,31 @@ TEST_CASE("past the deadline a staged receive names the message, the peer and th
     }
   });
   CHECK(told);
+}
+
+TEST_CASE("a rank that leaves long after the others is no failure", "[slow]") {
+  ThreadWorld world(2, 1);
+  std::array<std::string, 2> texts;
+  std::barrier meet(2);
+  std::atomic<int> told = 0, failed = 0;
+  run_ranks(world, [&](int rank) {
+    const auto exchange = [&](const std::string& mine) {
+      texts[static_cast<std::size_t>(rank)] = mine;
+      meet.arrive_and_wait();
+      const std::vector<std::string> all(texts.begin(), texts.end());
+      meet.arrive_and_wait();
+      return all;
+    };
+    qe::JobBoard board(rank, exchange, [&](const std::string&) { ++told; });
+    {
+      const Rank r(world, rank, 2, 1, {60, &board});
+      if (rank == 0) std::this_thread::sleep_for(std::chrono::seconds(6));
+    }
+    failed += board.failure() ? 1 : 0;
+    meet.arrive_and_wait();
+  });
+  CHECK(told == 0);
+  CHECK(failed == 0);
 }
 
 TEST_CASE("when a rank fails the others stop waiting at once and name it") {
