@@ -31,7 +31,7 @@ std::vector<std::string> names_in(const std::string& dir) {
 // Out of the names that readers look at; returns where it is now.
 std::string put_aside(Storage& storage, const std::string& dir, const std::string& name) {
   std::string aside = path_in(dir, name + ".old" + std::string(kUnfinished));
-  storage.remove(aside);
+  if (fs::exists(aside)) storage.remove(aside);
   storage.rename(path_in(dir, name), aside);
   return aside;
 }

@@ -11,8 +11,8 @@ namespace qe {
 
 // When a wait ends without what it waits for.
 struct WaitRule {
-  WaitRule(double deadline_s, JobBoard* ranks = nullptr, bool late_is_failure = true)
-      : timeout_s(deadline_s), board(ranks), ends_job(late_is_failure) {}
+  WaitRule(double deadline_s, JobBoard* ranks = nullptr, bool late_ends_job = true)
+      : timeout_s(deadline_s), board(ranks), ends_job(late_ends_job) {}
   double timeout_s;
   JobBoard* board;  // may be null: then a failure elsewhere shows as a deadline
   bool ends_job;    // past the deadline the job has failed; else only this wait has

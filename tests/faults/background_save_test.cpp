@@ -98,6 +98,19 @@ TEST_CASE("no space in one rank's file: every rank ends with that error, and the
   check_recovery(job);
 }
 
+TEST_CASE(
+    "an old checkpoint that cannot be removed beside the training: the run ends with its path, and the new one is "
+    "whole") {
+  const Job job(2);
+  const Outcome out = run(
+      job.mpirun(job.train(kAsync + "checkpoint.keep_last=1", {"error step=2 at=remove file=step.old.tmp code=EIO"})));
+  INFO(out.text);
+  CHECK(out.code == 5);
+  CHECK(count(out.text, "qeffect: error: ") == 1);
+  CHECK_THAT(out.text, ContainsSubstring("Cannot remove " + job.checkpoints() + "/step_00000002.old.tmp"));
+  CHECK(complete(job, "step_00000004"));
+}
+
 TEST_CASE("a rank that is killed while it writes leaves the checkpoint before, and the same command goes on",
           "[slow]") {
   const Job job(2);
