@@ -13,14 +13,15 @@ std::int64_t parameter_count(const Config& config, const StageRange& range) {
   return count;
 }
 
-// Around every compute action and refresh, and around scale updates where they are units of their own.
+// Around every compute action, and around refreshes and scale updates where a step has them as units of their own.
 std::int64_t handoffs(const RankConfig& config, const std::vector<Action>& list, const std::vector<int>& stages) {
   const auto apart = [&](int stage) {
     return scales_apart(config.stage, config.ranges[static_cast<std::size_t>(stage)]);
   };
   const bool once = config.stage.fp8.scale_update == ScaleUpdate::kStep;
   std::int64_t calls = 0;
-  for (const int stage : stages) calls += once && apart(stage) ? 3 : 1;
+  const bool refreshes = !caches_follow_update(config.stage);
+  for (const int stage : stages) calls += (refreshes ? 1 : 0) + (once && apart(stage) ? 2 : 0);
   for (const Action& action : list) {
     if (!is_compute(action.kind)) continue;
     const bool updates = !once && action.kind != ActionKind::kWeightGrad && apart(to_int(action.stage));

@@ -12,7 +12,7 @@
 
 namespace qe {
 
-// Milliseconds of one microbatch; refresh: of one step.
+// Milliseconds of one microbatch; refresh: of one step, 0 where updates write the caches.
 struct PartCosts {
   double forward = 0, input_grad = 0, weight_grad = 0, refresh = 0;
 };

@@ -147,6 +147,7 @@ class Laboratory {
     std::map<StageIndex, std::vector<double>> refreshes;
     std::vector<Timed> step;
     for (const TransformerStage* stage : rank_.stages()) {
+      if (stage->caches_follow_update()) continue;
       step.push_back({unit([this, stage] { stage->refresh(*stream_); }), &refreshes[stage->index()]});
     }
     for (const Action& action : plan_.schedule.actions[0]) {
@@ -169,7 +170,7 @@ class Laboratory {
       const auto of = [&](ActionKind kind) { return std::max(1e-6, median(samples[{stage->index(), kind}]) - wait); };
       costs.push_back({of(ActionKind::kForward), of(ActionKind::kInputGrad),
                        of(ActionKind::kWeightGrad) / config_.gradients.w_group,
-                       std::max(0.0, median(refreshes[stage->index()]) - wait)});
+                       stage->caches_follow_update() ? 0.0 : std::max(0.0, median(refreshes[stage->index()]) - wait)});
     }
     return costs;
   }

@@ -1,11 +1,12 @@
 // AdamW of one element and the stochastic rounding of BF16 moments, shared by every backend: exact by definition.
 //
-// With c the clip factor, b₁ = 1 − β₁^t and b₂ = 1 − β₂^t, every line one FP32 operation or one fma, nothing reordered:
+// With c the clip factor, η = lr / (1 − β₁^t) and r = 1 / √(1 − β₂^t), both rounded once from double by the host, every
+// line at most one FP32 operation or one fma at a time, nothing reordered:
 //   g' = g · c
 //   m  = fma(β₁, m, (1 − β₁) · g')
 //   v  = fma(β₂, v, ((1 − β₂) · g') · g')
 //   w  = fma(−(lr · decay), w, w)                         matrices only
-//   w  = fma(−lr, (m / b₁) / (√(v / b₂) + ε), w)          IEEE division and square root
+//   w  = fma(−η, m / fma(√v, r, ε), w)                    IEEE division and square root
 // The weight uses m and v before they are rounded to their storage type. No product feeds a plain addition, so a
 // compiler that contracts gives the same bits.
 #pragma once
@@ -24,8 +25,8 @@ struct AdamWFactors {
   float clip;
   float beta1, one_minus_beta1;
   float beta2, one_minus_beta2;
-  float bias_correction1, bias_correction2;
-  float learning_rate;
+  float step_size;   // η
+  float root_scale;  // r
   float decay_step;
   float epsilon;
 };
@@ -42,14 +43,13 @@ QE_HD inline AdamWElement adamw_moments(AdamWElement e, float gradient, const Ad
   e.weight = std::fma(-f.decay_step, e.weight, e.weight);
   return e;
 }
-// (m / b₁) / (√(v / b₂) + ε)
+// m / fma(√v, r, ε)
 QE_HD inline float adamw_direction(float moment1, float moment2, const AdamWFactors& f) noexcept {
-  const float root = std::sqrt(moment2 / f.bias_correction2) + f.epsilon;
-  return (moment1 / f.bias_correction1) / root;
+  return moment1 / std::fma(std::sqrt(moment2), f.root_scale, f.epsilon);
 }
 QE_HD inline AdamWElement adamw_element(AdamWElement e, float gradient, const AdamWFactors& f) noexcept {
   e = adamw_moments(e, gradient, f);
-  e.weight = std::fma(-f.learning_rate, adamw_direction(e.moment1, e.moment2, f), e.weight);
+  e.weight = std::fma(-f.step_size, adamw_direction(e.moment1, e.moment2, f), e.weight);
   return e;
 }
 
@@ -64,10 +64,10 @@ QE_HD constexpr Bf16 stochastic_round_bf16(float v, std::uint32_t bits) noexcept
 // The random words of the four elements 4 · group … 4 · group + 3 of a parameter: element e takes word e mod 4, its
 // first moment the low half, its second the high half. Elements count row · cols + col in the whole parameter,
 // `parameter` is its global index and `step` counts skipped steps too, so the bits depend on neither the cut into
-// stages nor the thread.
+// stages nor the thread. Seven rounds are Philox's own proposal where ten cost too much.
 QE_HD constexpr RandomWords moment_rounding_words(std::uint64_t seed, std::uint32_t step, std::uint32_t parameter,
                                                   std::uint64_t group) noexcept {
-  return philox(seed, (std::uint64_t{step} << 32) | parameter, group);
+  return philox<7>(seed, (std::uint64_t{step} << 32) | parameter, group);
 }
 QE_HD constexpr std::uint32_t moment1_bits(std::uint32_t word) noexcept { return word & 0xffffu; }
 QE_HD constexpr std::uint32_t moment2_bits(std::uint32_t word) noexcept { return word >> 16; }

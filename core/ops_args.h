@@ -38,6 +38,7 @@ struct EmbeddingBackwardArgs {
   Tensor grad_out;       // [T, h] activation type
   Tensor grad_token;     // [V, h] FP32, adds; per microbatch the rows of one id are summed first, in token order
   Tensor grad_position;  // [>= L, h] FP32, adds; sequences in order
+  Tensor touched;        // [1, V] FP32: 1 is added for each id of the microbatch; empty: not counted
 };
 
 struct LayerNormArgs {
@@ -165,6 +166,7 @@ struct GradientItem {
   // Views in microbatch order, BF16 (on the CPU FP32 as well), whose FP32 sum is stored in `gradient` first; or empty.
   std::vector<Tensor> microbatch;
   std::int64_t global_index;  // cell of this parameter in the norm's partials
+  Tensor touched;  // [1, rows] FP32: rows whose count is 0 are zero, whatever memory says; empty: no such rows
 };
 
 struct GradientNormArgs {
@@ -176,8 +178,8 @@ struct GradientNormArgs {
 // Scalars of one optimizer step, in device memory. The host writes the first four, the clip op the rest.
 struct OptimizerScalars {
   float learning_rate;
-  float bias_correction1;  // 1 − β₁^t, t counting this update too if it is applied
-  float bias_correction2;
+  float step_size;         // learning_rate / (1 − β₁^t), t counting this update too if it is applied
+  float root_scale;        // 1 / √(1 − β₂^t)
   std::uint32_t step;      // optimizer steps so far, skipped ones included, this one included: from 1
   float norm;              // global gradient norm before clipping
   float clip;              // factor on every gradient
@@ -200,7 +202,12 @@ struct AdamWItem {
   Tensor moment2;
   std::int64_t global_index;
   bool decay;          // matrices only
-  bool zero_gradient;  // vectors: cleared in every step, a skipped one too
+  bool zero_gradient;  // vectors: cleared in every step, a skipped one too, and so are the counts
+  Tensor touched;      // as in GradientItem
+  // What forward and backward read instead of the master, as quantize_weight writes it from the new master; empty:
+  // nothing. Untouched in a skipped step.
+  Operand copy;
+  Quantizer quantizer;
 };
 
 struct AdamWArgs {

@@ -1,5 +1,5 @@
 // Counter-based random bits: the same key and counter give the same bits on every machine and device.
-// Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+// Philox 4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 #pragma once
 
 #include <array>
@@ -14,11 +14,12 @@ struct RandomWords {
   std::uint32_t w[4];
 };
 
+template <int kRounds = 10>
 QE_HD constexpr RandomWords philox(std::uint64_t key, std::uint64_t counter_hi, std::uint64_t counter_lo) noexcept {
   std::uint32_t k0 = static_cast<std::uint32_t>(key), k1 = static_cast<std::uint32_t>(key >> 32);
   std::uint32_t c0 = static_cast<std::uint32_t>(counter_lo), c1 = static_cast<std::uint32_t>(counter_lo >> 32);
   std::uint32_t c2 = static_cast<std::uint32_t>(counter_hi), c3 = static_cast<std::uint32_t>(counter_hi >> 32);
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < kRounds; ++round) {
     const std::uint64_t p0 = std::uint64_t{0xD2511F53u} * c0;
     const std::uint64_t p1 = std::uint64_t{0xCD9E8D57u} * c2;
     c0 = static_cast<std::uint32_t>(p1 >> 32) ^ c1 ^ k0;

@@ -291,18 +291,24 @@ class OpBench {
     for (const DType moments : {DType::kF32, DType::kBF16}) {
       GradientNormArgs norm;
       AdamWArgs adamw{};
-      std::int64_t elements = 0;
+      std::int64_t elements = 0, copied = 0;
       for (const Parameter& p : layer) {
         const auto index = static_cast<std::int64_t>(norm.items.size());
         const Tensor gradient = random(DType::kF32, p.shape);
         norm.items.push_back({gradient, {}, index});
+        const bool matrix = p.kind == ParameterKind::kMatrix;
         adamw.items.push_back({random(DType::kF32, p.shape), gradient, zeros(moments, p.shape), zeros(moments, p.shape),
-                               index, p.kind == ParameterKind::kMatrix, false});
+                               index, matrix, false});
+        if (matrix) {
+          adamw.items.back().copy = operand(forward_type(), p.shape);
+          adamw.items.back().quantizer = quantizer();
+          copied += bytes(adamw.items.back().copy);
+        }
         elements += p.shape.elements();
       }
       norm.partial_squares = zeros(DType::kF32, {1, layer.size()}).as<float>();
       norm.partial_bad = zeros(DType::kF32, {1, layer.size()}).as<float>();
-      const OptimizerScalars scalars{1e-4f, 0.1f, 0.05f, 1, 1.0f, 1.0f, 0, -1};
+      const OptimizerScalars scalars{1e-4f, 1e-3f, 4.5f, 1, 1.0f, 1.0f, 0, -1};
       const Tensor cells = zeros(DType::kF32, {1, 64});
       device_.upload(*stream_, cells.data, &scalars, sizeof scalars);
       adamw.scalars = cells.as<OptimizerScalars>();
@@ -316,8 +322,8 @@ class OpBench {
         add("gradient_norm, a layer", shape, 4 * elements, 0, [&] { ops_.gradient_norm(*stream_, norm); });
       }
       const auto moment_bytes = static_cast<std::int64_t>(size_of(moments));
-      add(std::string("adamw, a layer, moments ") + name_of(moments), shape, (12 + 4 * moment_bytes) * elements, 0,
-          [&] { ops_.adamw(*stream_, adamw); });
+      add(std::string("adamw and copies, a layer, moments ") + name_of(moments), shape,
+          (12 + 4 * moment_bytes) * elements + copied, 0, [&] { ops_.adamw(*stream_, adamw); });
       release();
     }
   }

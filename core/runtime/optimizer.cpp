@@ -1,5 +1,7 @@
 #include "core/runtime/optimizer.h"
 
+#include <cmath>
+
 #include "core/error.h"
 
 namespace qe {
@@ -44,15 +46,19 @@ Optimizer::Optimizer(Device& device, Ops& ops, Transport& transport, const Optim
 void Optimizer::add_items(const StageMoments& m, const ParameterList& model) {
   const ParameterList& parameters = m.stage->weights().parameters();
   const GradMemory& gradients = m.stage->gradients();
+  WeightCopies copies(static_cast<std::size_t>(parameters.size()));
+  if (m.stage->caches_follow_update()) copies = m.stage->weight_copies();
   // A stage's parameters are a range of the model's: one look-up finds them all.
   const int first = model.index(parameters[0].name);
   for (int p = 0; p < parameters.size(); ++p) {
-    GradientItem gradient{gradients.main(p), {}, first + p};
+    GradientItem gradient{gradients.main(p), {}, first + p, gradients.touched(p)};
     for (int k = 0; k < gradients.views(p); ++k) gradient.microbatch.push_back(gradients.view(p, MicrobatchIndex{k}));
     norm_args_.items.push_back(std::move(gradient));
     const bool vector = parameters[p].kind == ParameterKind::kVector;
+    const WeightCopy& copy = copies[static_cast<std::size_t>(p)];
     adamw_args_.items.push_back({m.stage->weights().master(p), gradients.main(p), moment(0, m.stage->index(), p),
-                                 moment(1, m.stage->index(), p), first + p, !vector, vector});
+                                 moment(1, m.stage->index(), p), first + p, !vector, vector, gradients.touched(p),
+                                 copy.out, copy.quantizer});
   }
 }
 
@@ -78,8 +84,10 @@ void Optimizer::prepare(Stream& stream) {
 OptimizerScalars Optimizer::step(Stream& stream, float learning_rate, std::uint32_t step) {
   OptimizerScalars scalars{};
   scalars.learning_rate = learning_rate;
-  scalars.bias_correction1 = static_cast<float>(1.0 - power(config_.beta1, applied_updates_ + 1));
-  scalars.bias_correction2 = static_cast<float>(1.0 - power(config_.beta2, applied_updates_ + 1));
+  const double correction1 = 1.0 - power(config_.beta1, applied_updates_ + 1);
+  const double correction2 = 1.0 - power(config_.beta2, applied_updates_ + 1);
+  scalars.step_size = static_cast<float>(static_cast<double>(learning_rate) / correction1);
+  scalars.root_scale = static_cast<float>(1.0 / std::sqrt(correction2));
   scalars.step = step;
   device_.upload(stream, scalars_.data(), &scalars, sizeof scalars);
 

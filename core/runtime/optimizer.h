@@ -36,7 +36,8 @@ class Optimizer {
 
   // One step on the stream; the host waits for it. `step` counts from 1, skipped steps included. Every rank of the
   // pipeline must call it: the norm is of the whole model, its partials added in global parameter order, so that it has
-  // the same bits for every cut. On a skipped step weights and moments stay and vector gradients are zeroed.
+  // the same bits for every cut. Caches of stages whose caches_follow_update() are then those of the new weights. On a
+  // skipped step weights, caches and moments stay and vector gradients are zeroed.
   OptimizerScalars step(Stream&, float learning_rate, std::uint32_t step);
 
   [[nodiscard]] std::uint64_t applied_updates() const noexcept { return applied_updates_; }  // Adam's t

@@ -143,6 +143,9 @@ StepResult PipelineRank::train_step(std::span<const std::int32_t> tokens, std::s
     }
   }
   contract_->commit_step();
+  for (const TransformerStage* s : stage_list_) {
+    if (result.scalars.skip == 0 && s->caches_follow_update()) runner_->mark_refreshed(s->index());
+  }
   if (trace_ != nullptr) record_commit(result, learning_rate);
   return result;
 }

@@ -16,8 +16,8 @@ struct StateEntry {
   Shape global_shape;
   Shape offset;  // of the view within the global tensor; today every entry is whole
   Tensor view;   // the memory itself, to read from and to load into
-  // A weight slot's current amax (element 0) is written by a refresh, whenever that happens (design.md 6): whoever
-  // stores or hashes the entry puts 0 in its place.
+  // A weight slot's current amax (element 0) is written with the cache, by an update or a refresh, whenever that
+  // happens: whoever stores or hashes the entry puts 0 in its place.
   bool first_is_derived = false;
 };
 

@@ -83,6 +83,10 @@ void StepRunner::refresh(StageIndex stage) {
                                   [&] { return "refresh " + std::to_string(to_int(stage)); });
     executor_.refresh(stage);
   }
+  mark_refreshed(stage);
+}
+
+void StepRunner::mark_refreshed(StageIndex stage) {
   for (const CacheLayout layout : {CacheLayout::kRowwise, CacheLayout::kColumnwise, CacheLayout::kBf16Copies}) {
     contract_.mark_refreshed(stage, layout);
   }

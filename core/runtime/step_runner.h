@@ -28,6 +28,7 @@ class StepRunner {
   void run();
   // The stage's cached weights from its masters, and the contract told of it. Before the first F after a commit.
   void refresh(StageIndex);
+  void mark_refreshed(StageIndex);  // every layout, by whatever wrote the caches
 
   // The device counters as the step left them, {forward, backward} of each stage.
   [[nodiscard]] const std::vector<std::uint64_t>& counters() const noexcept { return counted_; }

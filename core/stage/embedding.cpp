@@ -14,7 +14,8 @@ void Embedding::declare(ParameterList& list, const ModelConfig& model) {
             .shape = {model.padded_vocab(), h},
             .real_rows = model.vocab_size,
             .init = Init::kNormal,
-            .init_std = kInitStd});
+            .init_std = kInitStd,
+            .sparse_rows = true});
   list.add({.name = kPosition,
             .kind = ParameterKind::kVector,
             .shape = {model.max_position_embeddings, h},
@@ -39,6 +40,8 @@ Embedding::Embedding(StageParts& parts, const std::int32_t* tokens)
 
 void Embedding::refresh(Ops& ops, Stream& stream) const { ops.cast(stream, weights_->master(token_), token_copy_); }
 
+void Embedding::add_copies(WeightCopies& copies) const { copies.at(token_) = {{token_copy_, {}, {}}, {}}; }
+
 void Embedding::forward(const StageRun& run, const Tensor& out) const {
   run.ops.embedding_forward(run.stream,
                             {tokens_, run.microbatch, sequence_length_, token_copy_, weights_->master(position_), out});
@@ -46,7 +49,7 @@ void Embedding::forward(const StageRun& run, const Tensor& out) const {
 
 void Embedding::input_grad(const StageRun& run, const Tensor& d_out) const {
   run.ops.embedding_backward(run.stream, {tokens_, run.microbatch, sequence_length_, d_out, gradients_->main(token_),
-                                          gradients_->main(position_)});
+                                          gradients_->main(position_), gradients_->touched(token_)});
 }
 
 void Embedding::record_vector_grads(const StageRun& run) const {

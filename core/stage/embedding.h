@@ -12,6 +12,7 @@ class Embedding {
   Embedding(StageParts&, const std::int32_t* tokens);
 
   void refresh(Ops&, Stream&) const;                       // the token table's copy in the activation type
+  void add_copies(WeightCopies&) const;                    // that copy
   void forward(const StageRun&, const Tensor& out) const;  // [T, h]
   void input_grad(const StageRun&, const Tensor& d_out) const;
   void record_vector_grads(const StageRun&) const;

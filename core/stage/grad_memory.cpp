@@ -20,6 +20,10 @@ GradMemory::GradMemory(Device& device, const StageConfig& config, const Paramete
                p.name != OutputHead::kMatrixName;
       })) {
   const auto bytes = [](std::int64_t elements, DType t) { return static_cast<std::size_t>(elements) * size_of(t); };
+  for (const Parameter& p : parameters) {
+    counts_.push_back(p.sparse_rows ? vectors_.total : -1);
+    if (p.sparse_rows) vectors_.total += p.shape.rows;
+  }
   matrix_memory_ = device.allocate(bytes(matrices_.total, matrix_type_), MemoryKind::kGradients);
   vector_memory_ = device.allocate(bytes(vectors_.total, DType::kF32), MemoryKind::kGradients);
   if (views_.total == 0) return;
@@ -56,6 +60,12 @@ Tensor GradMemory::main_group(int first, int count) const {
   return (*parameters_)[first].kind == ParameterKind::kMatrix
              ? group(matrix_memory_.as<unsigned char>(), matrices_, matrix_type_, first, count)
              : group(vector_memory_.as<unsigned char>(), vectors_, DType::kF32, first, count);
+}
+
+Tensor GradMemory::touched(int parameter) const {
+  const std::int64_t offset = counts_[static_cast<std::size_t>(parameter)];
+  if (offset < 0) return {};
+  return make_tensor(vector_memory_.as<float>() + offset, DType::kF32, {1, (*parameters_)[parameter].shape.rows});
 }
 
 Tensor GradMemory::all(ParameterKind kind) const {

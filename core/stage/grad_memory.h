@@ -20,7 +20,11 @@ class GradMemory {
   [[nodiscard]] Tensor main(int parameter) const;
   [[nodiscard]] Tensor main_group(int first, int count) const;
 
-  // All main gradients of one kind, padding included, [1, n]: what replicas sum.
+  // How often each row of a parameter got a gradient in this step, [1, rows] FP32: behind the vectors' gradients, so
+  // that replicas sum it with them. Empty where rows are not counted.
+  [[nodiscard]] Tensor touched(int parameter) const;
+
+  // All main gradients of one kind, padding and counts included, [1, n]: what replicas sum.
   [[nodiscard]] Tensor all(ParameterKind) const;
 
   [[nodiscard]] int views(int parameter) const noexcept;            // M, or 0
@@ -51,7 +55,8 @@ class GradMemory {
   DType view_type_;
   ParameterOffsets matrices_;  // all matrices, in the main buffer
   ParameterOffsets vectors_;
-  ParameterOffsets views_;  // counted matrices, within one microbatch of the arena
+  std::vector<std::int64_t> counts_;  // of rows, behind the vectors: offset by parameter, −1 where not counted
+  ParameterOffsets views_;            // counted matrices, within one microbatch of the arena
   Buffer matrix_memory_;
   Buffer vector_memory_;
   Buffer arena_;    // [M][views_.total]

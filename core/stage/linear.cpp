@@ -68,6 +68,21 @@ void Linear::refresh(Ops& ops, Stream& stream, const Fp8State& forward_state) co
   if (bias_ >= 0) ops.cast(stream, weights_->master_group(bias_, spec_.matrices), bias_copy_);
 }
 
+void Linear::add_copies(WeightCopies& copies, const Fp8State& forward_state) const {
+  QE_EXPECTS(!dynamic(), "a dynamic scale is known only after the update");
+  const Quantizer quantizer = weight_slot_ < 0 ? Quantizer{} : forward_state.quantizer(weight_slot_, true);
+  std::int64_t row = 0;
+  for (int i = 0; i < spec_.matrices; ++i) {
+    const std::int64_t rows = weights_->parameters()[matrix_ + i].shape.rows;
+    Operand part{weight_.rowwise.rows(row, rows), {}, {}};
+    if (fp8()) part.columnwise = weight_.columnwise.cols(row, rows);
+    if (i == 0) part.scale_inv = weight_.scale_inv;
+    copies.at(static_cast<std::size_t>(matrix_ + i)) = {part, quantizer};
+    if (bias_ >= 0) copies.at(static_cast<std::size_t>(bias_ + i)) = {{bias_copy_.cols(row, rows), {}, {}}, {}};
+    row += rows;
+  }
+}
+
 Operand Linear::input(const StageRun& run) const {
   if (dynamic()) return {run.at(staged_x_), {}, {}};
   return run.at(x_);

@@ -29,6 +29,10 @@ class Linear {
   // Weight caches from the masters; gathers the weight's amax under delayed scaling.
   void refresh(Ops&, Stream&, const Fp8State& forward_state) const;
 
+  // The same caches by parameter, for an update that writes them with the masters. Not under dynamic scaling, where the
+  // scale depends on the whole new weight.
+  void add_copies(WeightCopies&, const Fp8State& forward_state) const;
+
   // F. Where the op before writes X [T, in] and how it quantizes; then Y [T, out] = X·Wᵀ (+ residual) (+ bias).
   [[nodiscard]] Operand input(const StageRun&) const;
   [[nodiscard]] Quantizer input_quantizer(const StageRun&) const;

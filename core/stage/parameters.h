@@ -25,7 +25,8 @@ struct Parameter {
   std::int64_t real_rows = 0;  // rows from here on are padding: initially zero, and their gradients are zero
   Init init = Init::kZeros;
   float init_std = 0.0f;
-  bool adjacent = false;  // laid out directly behind the parameter before it: the two are used as one
+  bool adjacent = false;     // laid out directly behind the parameter before it: the two are used as one
+  bool sparse_rows = false;  // few rows have a gradient in a step: they are counted (GradMemory::touched)
 };
 
 inline constexpr float kInitStd = 0.02f;

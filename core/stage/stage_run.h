@@ -28,6 +28,13 @@ struct StageParts {
 
 enum class Pass : std::uint8_t { kTrain, kEvaluate };
 
+// What actions read instead of a parameter's master, by parameter of a stage; empty where they read the master.
+struct WeightCopy {
+  Operand out;
+  Quantizer quantizer;
+};
+using WeightCopies = std::vector<WeightCopy>;
+
 struct StageRun {
   Ops& ops;
   Device& device;

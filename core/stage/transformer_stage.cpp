@@ -17,6 +17,8 @@ bool scales_apart(const StageConfig& config, const StageRange& range) {
          (config.fp8.scale_update == ScaleUpdate::kStep || config.fp8.reduce_amax == ReduceAmax::kData);
 }
 
+bool caches_follow_update(const StageConfig& config) { return config.head != HeadPrecision::kFp8Dynamic; }
+
 TransformerStage::TransformerStage(Device& device, Ops& ops, Stream& setup, const StageConfig& config, StageIndex index,
                                    const StageRange& range, int slots, const StageBuffers& buffers, Probe* probe)
     : device_(device),
@@ -27,6 +29,7 @@ TransformerStage::TransformerStage(Device& device, Ops& ops, Stream& setup, cons
       update_per_microbatch_(config.fp8.scale_update == ScaleUpdate::kMicrobatch),
       scales_apart_(qe::scales_apart(config, range)),
       reduces_amaxes_(has_scaling_state(config, range) && config.fp8.reduce_amax == ReduceAmax::kData),
+      caches_follow_update_(qe::caches_follow_update(config)),
       buffers_(buffers),
       probe_(probe),
       weights_(device, stage_parameters(config, range)),
@@ -69,6 +72,13 @@ void TransformerStage::refresh(Stream& stream) const {
     l.mlp.refresh(ops_, stream, forward_state_);
   }
   if (head_) head_->refresh(ops_, stream, forward_state_);
+}
+
+WeightCopies TransformerStage::weight_copies() const {
+  WeightCopies copies(static_cast<std::size_t>(weights_.parameters().size()));
+  if (embedding_) embedding_->add_copies(copies);
+  for (const Linear* linear : linears()) linear->add_copies(copies, forward_state_);
+  return copies;
 }
 
 Tensor TransformerStage::layer_input(const StageRun& r, std::size_t layer) const {

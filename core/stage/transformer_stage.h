@@ -31,6 +31,11 @@ bool has_scaling_state(const StageConfig&, const StageRange&);
 // Whether its scales move in units of their own, two a stage, and not inside F and I.
 bool scales_apart(const StageConfig&, const StageRange&);
 
+// Whether an update writes every cached weight beside its master, so that only the start, a load and a skipped step
+// need a refresh. Not in a model with a dynamic scale, which depends on the whole new weight; and then on no stage, so
+// that the cut does not show.
+bool caches_follow_update(const StageConfig&);
+
 class TransformerStage {
  public:
   TransformerStage(Device&, Ops&, Stream& setup, const StageConfig&, StageIndex, const StageRange&, int slots,
@@ -48,6 +53,9 @@ class TransformerStage {
   // scaling(chain).amaxes() over the replicas and calls this, which puts them back first.
   void gather_amaxes(Stream&, Chain) const;
   void update_scales(Stream&, Chain) const;
+
+  // By parameter, what an update writes beside the new masters. Only where caches_follow_update().
+  [[nodiscard]] WeightCopies weight_copies() const;
 
   // Boundary memory of a slot, [T, h] in the activation type.
   [[nodiscard]] Tensor input(SlotIndex) const;  // not on the first stage
@@ -72,6 +80,7 @@ class TransformerStage {
   [[nodiscard]] std::vector<int> matrices() const;
   [[nodiscard]] bool reduces_amaxes() const noexcept { return reduces_amaxes_; }
   [[nodiscard]] bool scales_apart() const noexcept { return scales_apart_; }
+  [[nodiscard]] bool caches_follow_update() const noexcept { return caches_follow_update_; }
   [[nodiscard]] int weight_quantize_launches() const noexcept;  // of one refresh
 
  private:
@@ -98,6 +107,7 @@ class TransformerStage {
   bool update_per_microbatch_;
   bool scales_apart_;
   bool reduces_amaxes_;
+  bool caches_follow_update_;
   StageBuffers buffers_;
   Probe* probe_;
   StageWeights weights_;

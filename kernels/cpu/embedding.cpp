@@ -50,6 +50,8 @@ void embedding_backward(const EmbeddingBackwardArgs& a) {
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [ids](std::int64_t x, std::int64_t y) { return ids[x] < ids[y]; });
 
+  QE_EXPECTS(a.touched.empty() || (a.touched.dtype == DType::kF32 && a.touched.shape.cols == a.grad_token.shape.rows),
+             "an FP32 count for every id");
   std::vector<float> values(static_cast<std::size_t>(cols)), sum(static_cast<std::size_t>(cols));
   for (std::size_t first = 0; first < order.size();) {
     const std::int32_t id = ids[order[first]];
@@ -59,6 +61,7 @@ void embedding_backward(const EmbeddingBackwardArgs& a) {
       add_to(sum.data(), values.data(), cols);
     }
     add_to(row_of(a.grad_token, id), sum.data(), cols);
+    if (!a.touched.empty()) a.touched.as<float>()[id] += 1.0f;
   }
   for (std::int64_t t = 0; t < tokens; ++t) {
     load(a.grad_out, t, values.data());

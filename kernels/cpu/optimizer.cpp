@@ -85,6 +85,10 @@ QE_CPU_CLONES ChunkResult chunk_squares(const float* g, std::int64_t n) {
   return {sum_lanes(lane), any != 0};
 }
 
+bool has_gradient(const Tensor& touched, std::int64_t row) {
+  return touched.empty() || touched.as<float>()[row] != 0.0f;
+}
+
 // The chunk's gradient in FP32. With microbatch views their sum, in index order, is stored in the main gradient first.
 const float* gather_chunk(const GradientItem& item, std::int64_t row, std::int64_t col, std::int64_t n,
                           float* scratch) {
@@ -154,9 +158,8 @@ AdamWFactors factors_of(const AdamWArgs& a, bool decay) {
           .one_minus_beta1 = 1.0f - a.beta1,
           .beta2 = a.beta2,
           .one_minus_beta2 = 1.0f - a.beta2,
-          .bias_correction1 = s.bias_correction1,
-          .bias_correction2 = s.bias_correction2,
-          .learning_rate = s.learning_rate,
+          .step_size = s.step_size,
+          .root_scale = s.root_scale,
           .decay_step = decay ? s.learning_rate * a.weight_decay : 0.0f,
           .epsilon = a.epsilon};
 }
@@ -169,12 +172,14 @@ void update_item(const AdamWArgs& a, const AdamWItem& item) {
   float g[kBlock], m[kBlock], v[kBlock];
   std::uint32_t words[kBlock];
   const Shape shape = item.master.shape;
+  const float zeros[kBlock] = {};
   for (std::int64_t row = 0; row < shape.rows; ++row) {
+    const bool touched = has_gradient(item.touched, row);
     for (std::int64_t col = 0; col < shape.cols; col += kBlock) {
       const std::int64_t n = std::min(kBlock, shape.cols - col);
       const std::int64_t at1 = row * item.moment1.row_pitch + col;
       const std::int64_t at2 = row * item.moment2.row_pitch + col;
-      const float* gradient = block_of(item.gradient, row * item.gradient.row_pitch + col, n, g);
+      const float* gradient = touched ? block_of(item.gradient, row * item.gradient.row_pitch + col, n, g) : zeros;
       float* moment1 = block_of(item.moment1, at1, n, m);
       float* moment2 = block_of(item.moment2, at2, n, v);
       adamw_block(item.master.as<float>() + row * item.master.row_pitch + col, moment1, moment2, gradient, n, factors);
@@ -187,9 +192,12 @@ void update_item(const AdamWArgs& a, const AdamWItem& item) {
   }
 }
 
-void clear(const Tensor& t) {
+void clear(const Tensor& t, const Tensor& touched) {
   const std::size_t row_bytes = static_cast<std::size_t>(t.shape.cols) * size_of(t.dtype);
-  for (std::int64_t row = 0; row < t.shape.rows; ++row) std::memset(t.rows(row, 1).data, 0, row_bytes);
+  for (std::int64_t row = 0; row < t.shape.rows; ++row) {
+    if (has_gradient(touched, row)) std::memset(t.rows(row, 1).data, 0, row_bytes);
+  }
+  if (!touched.empty()) std::memset(touched.data, 0, touched.bytes());
 }
 
 }  // namespace
@@ -202,7 +210,12 @@ void gradient_norm(const GradientNormArgs& a) {
     float scratch[kChunk];
     const Shape shape = item.gradient.shape;
     for (std::int64_t row = 0; row < shape.rows; ++row) {
+      const bool touched = has_gradient(item.touched, row);
       for (std::int64_t col = 0; col < shape.cols; col += kChunk) {
+        if (!touched) {  // the same tree, with nothing in it
+          squares.add(0.0f);
+          continue;
+        }
         const std::int64_t n = std::min(kChunk, shape.cols - col);
         const ChunkResult chunk = chunk_squares(gather_chunk(item, row, col, n, scratch), n);
         squares.add(chunk.squares);
@@ -234,8 +247,11 @@ void clip_factor(const ClipArgs& a) {
 
 void adamw(const AdamWArgs& a) {
   for (const AdamWItem& item : a.items) {
-    if (!a.scalars->skip) update_item(a, item);
-    if (item.zero_gradient) clear(item.gradient);
+    if (!a.scalars->skip) {
+      update_item(a, item);
+      if (!item.copy.rowwise.empty()) quantize_weight({item.master, item.copy, item.quantizer});
+    }
+    if (item.zero_gradient) clear(item.gradient, item.touched);
   }
 }
 

@@ -125,6 +125,7 @@ struct BackwardView {
   MatrixView<const T> grad_out;
   MatrixView<float> grad_token;
   MatrixView<float> grad_position;
+  float* touched;  // null: not counted
   const Place* places;
 };
 
@@ -146,7 +147,9 @@ __device__ __forceinline__ void add_id(const BackwardView<T>& v, int place, int 
   float sum[kLaneElements] = {}, total[kLaneElements];
   add_rows<kVector>(
       v.grad_out, col, v.cols, first.end - place, [&](int k) { return v.places[place + k].token; }, sum);
-  float* row = v.grad_token.row(v.tokens[std::int64_t{*v.microbatch} * v.count + first.token]);
+  const std::int32_t id = v.tokens[std::int64_t{*v.microbatch} * v.count + first.token];
+  if (v.touched != nullptr && col == 0) v.touched[id] += 1.0f;
+  float* row = v.grad_token.row(id);
   to_floats(load_eight<kVector>(row, col, v.cols, true), total);
 #pragma unroll
   for (int k = 0; k < kLaneElements; ++k) total[k] += sum[k];
@@ -198,6 +201,7 @@ void backward(const Launch& launch, const EmbeddingBackwardArgs& a) {
                                 .grad_out = view_of<const T>(a.grad_out),
                                 .grad_token = view_of<float>(a.grad_token),
                                 .grad_position = view_of<float>(a.grad_position),
+                                .touched = a.touched.as<float>(),
                                 .places = launch.scratch.as<Place>()};
   launch_kernel({.grid = dim3(static_cast<unsigned>(tiles(view.count, kWarp))),
                  .threads = kSortWarps * kWarp,
@@ -230,6 +234,8 @@ void embedding_forward(const Launch& launch, const EmbeddingForwardArgs& a) {
 void embedding_backward(const Launch& launch, const EmbeddingBackwardArgs& a) {
   require_tables(a.grad_token, a.grad_position, a.grad_out, a.sequence_length);
   QE_EXPECTS(a.grad_token.dtype == DType::kF32, "embedding gradients are FP32 main gradients");
+  QE_EXPECTS(a.touched.empty() || (a.touched.dtype == DType::kF32 && a.touched.shape.cols == a.grad_token.shape.rows),
+             "an FP32 count for every id");
   if (a.grad_out.shape.elements() == 0) return;
   QE_EXPECTS(static_cast<std::size_t>(a.grad_out.shape.rows) * sizeof(Place) <= launch.scratch.bytes,
              "the sorted tokens fit the scratch memory");

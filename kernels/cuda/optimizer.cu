@@ -18,8 +18,8 @@
 namespace qe::cuda {
 namespace {
 
-constexpr int kThreads = 512;
-using GradientTile = Tile<kThreads>;
+constexpr int kThreads = 256;
+using GradientTile = Tile<kThreads, false>;
 
 struct GradientView {
   const Bf16* data;
@@ -33,6 +33,7 @@ struct NormItem {
   std::int32_t bf16;        // the main gradient's type
   std::int32_t first_view;  // in the table of views
   std::int64_t views;
+  const float* touched;  // by row; null: every row has a gradient
 };
 struct TileSum {
   float squares;
@@ -43,10 +44,10 @@ using ThreadGradients = float[GradientTile::kQuads][kQuad];
 
 template <bool kVector, class T>
 __device__ __forceinline__ void load_gradients(const GradientTile& tile, const T* data, std::int64_t pitch,
-                                               ThreadGradients& g) {
+                                               ThreadGradients& g, std::uint32_t touched = ~0u) {
 #pragma unroll
   for (int k = 0; k < GradientTile::kQuads; ++k) {
-    load_quad<kVector>(tile.at(data, pitch, k), tile.inside(k), g[k]);
+    load_quad<kVector>(tile.at(data, pitch, k), (touched >> k & 1u) != 0 ? tile.inside(k) : 0, g[k]);
   }
 }
 
@@ -78,12 +79,25 @@ __device__ __forceinline__ void gather(const GradientTile& tile, const NormItem&
   } else if (item.bf16 != 0) {
     load_gradients<kVector>(tile, static_cast<const Bf16*>(item.gradient), item.pitch, g);
   } else {
-    load_gradients<kVector>(tile, static_cast<const float*>(item.gradient), item.pitch, g);
+    load_gradients<kVector>(tile, static_cast<const float*>(item.gradient), item.pitch, g,
+                            touched_rows(tile, item.touched));
   }
 }
 
+__device__ __forceinline__ bool is_finite(float value) { return (__float_as_uint(value) & 0x7fffffffu) < 0x7f800000u; }
+// A sum of squares is finite only if every gradient is, but may overflow by itself.
+__device__ __forceinline__ bool has_bad(const ThreadGradients& g) {
+  bool bad = false;
+#pragma unroll
+  for (int k = 0; k < GradientTile::kQuads; ++k) {
+#pragma unroll
+    for (int e = 0; e < kQuad; ++e) bad = bad || !is_finite(g[k][e]);
+  }
+  return bad;
+}
+
 template <bool kVector>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 4)
     sum_tiles(ItemTable<NormItem> table, const GradientView* views, TileSum* sums) {
   const int block = static_cast<int>(blockIdx.x);
   const int i = item_of_tile(table, block);
@@ -92,17 +106,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   ThreadGradients g;
   gather<kVector>(tile, item, views, g);
   float sum[kQuad] = {};
-  bool bad = false;
 #pragma unroll
   for (int k = 0; k < GradientTile::kQuads; ++k) {
 #pragma unroll
-    for (int e = 0; e < kQuad; ++e) {
-      sum[e] = fmaf(g[k][e], g[k][e], sum[e]);
-      bad = bad || (__float_as_uint(g[k][e]) & 0x7fffffffu) >= 0x7f800000u;
-    }
+    for (int e = 0; e < kQuad; ++e) sum[e] = fmaf(g[k][e], g[k][e], sum[e]);
   }
-  const float squares = reduce_block<Add>((sum[0] + sum[1]) + (sum[2] + sum[3]), 0.0f);
-  const bool any_bad = __syncthreads_or(bad) != 0;
+  const float mine = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  const float squares = reduce_block<Add>(mine, 0.0f);
+  const bool any_bad = __syncthreads_or(!is_finite(mine) && has_bad(g)) != 0;
   if (threadIdx.x == 0) sums[block] = {squares, any_bad ? 1.0f : 0.0f};
 }
 
@@ -146,7 +157,8 @@ void norms_of(const Launch& launch, const GradientNormArgs& a, const std::vector
                      .global_index = item->global_index,
                      .bf16 = item->gradient.dtype == DType::kBF16,
                      .first_view = static_cast<std::int32_t>(views.size()),
-                     .views = static_cast<std::int64_t>(item->microbatch.size())});
+                     .views = static_cast<std::int64_t>(item->microbatch.size()),
+                     .touched = item->touched.as<const float>()});
     for (const Tensor& view : item->microbatch) views.push_back({view.as<const Bf16>(), view.row_pitch});
   }
   const ItemTable<NormItem> table = upload_items(launch, items);

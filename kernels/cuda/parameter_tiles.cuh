@@ -21,9 +21,10 @@
 
 namespace qe::cuda {
 
-inline constexpr int kQuad = 4;             // elements of one access: 16 bytes of FP32, 8 of BF16
-inline constexpr int kTileElements = 8192;  // of a tile, where the parameter is at least as high and wide
-inline constexpr int kMaxTileWidth = 1024;  // a block's threads hold at least a row of a tile
+inline constexpr int kQuad = 4;  // elements of one access: 16 bytes of FP32, 8 of BF16
+inline constexpr int kTileLog2 = 13;
+inline constexpr int kTileElements = 1 << kTileLog2;  // of a tile, where the parameter is at least as high and wide
+inline constexpr int kMaxTileWidth = 1024;            // a block's threads hold at least a row of a tile
 
 // 64 rows of 128 columns; fewer rows make it wider, fewer columns higher. Sides are powers of two.
 struct TileGrid {
@@ -50,16 +51,21 @@ inline std::int64_t tiles_of(const TileGrid& g) {
 }
 
 // A tile's place in its parameter, and which elements a thread of a block of kThreads works on: quads 0 … kQuads − 1,
-// in the same columns, `stride` rows from each other.
-template <int kThreads>
+// in the same columns, `stride` rows from each other: kConsecutive: one, else as many as the block holds at once.
+template <int kThreads, bool kConsecutive>
 struct Tile {
   static_assert(kThreads * kQuad >= kMaxTileWidth);
   static constexpr int kQuads = kTileElements / (kQuad * kThreads);
 
-  __device__ Tile(const TileGrid& grid, int tile) : rows(grid.rows), stride(kThreads >> grid.quads_log2) {
+  __device__ Tile(const TileGrid& grid, int tile)
+      : rows(grid.rows),
+        cols(grid.cols),
+        quads_log2(grid.quads_log2),
+        stride(kConsecutive ? 1 : kThreads >> grid.quads_log2) {
     const int down = tile / grid.across, over = tile - down * grid.across;
     const int thread = static_cast<int>(threadIdx.x), log2 = grid.quads_log2;
-    row = down * (kTileElements >> (log2 + 2)) + (thread >> log2);
+    row_in_tile = (thread >> log2) * (kConsecutive ? kQuads : 1);
+    row = down * (kTileElements >> (log2 + 2)) + row_in_tile;
     col = ((over << log2) + (thread & ((1 << log2) - 1))) * kQuad;
     width = min(kQuad, grid.cols - col);
   }
@@ -71,9 +77,25 @@ struct Tile {
     return data + (row + k * stride) * pitch + col;
   }
 
-  int rows, stride;
-  int row, col, width;  // of quad 0
+  int rows, cols, quads_log2, stride;
+  int row_in_tile, row, col, width;  // of quad 0
 };
+template <int kThreads>
+using ConsecutiveTile = Tile<kThreads, true>;
+
+// Bit k: quad k's row has a gradient; `touched` counts gradients by row, null: every row has one.
+template <class Tile>
+[[nodiscard]] __device__ __forceinline__ std::uint32_t touched_rows(const Tile& tile, const float* touched) {
+  static_assert(Tile::kQuads <= 32);
+  if (touched == nullptr) return ~0u;
+  std::uint32_t rows = 0;
+#pragma unroll
+  for (int k = 0; k < Tile::kQuads; ++k) {
+    const int row = tile.row + k * tile.stride;
+    rows |= (row < tile.rows && touched[row] != 0.0f ? 1u : 0u) << k;
+  }
+  return rows;
+}
 
 // Elements 0 … 3 from `from`, zero where not inside. kVector: all four are inside or none, on an aligned address.
 template <bool kVector>

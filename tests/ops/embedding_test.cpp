@@ -88,7 +88,9 @@ TEST_CASE("token and position gradients add every row of the current microbatch"
       const Tensor grad = d.matrix(type, 4, 2, {1, 10, 2, 20, 4, 40, 8, 80}, 4);
       const Tensor token = d.matrix(DType::kF32, 5, 2, std::vector<float>(10, 100.0f));
       const Tensor position = d.matrix(DType::kF32, 3, 2, std::vector<float>(6, 1000.0f));
-      d.ops().embedding_backward(d.stream(), {tokens, microbatch, 2, grad, token, position});
+      const Tensor touched = d.matrix(DType::kF32, 1, 5, {0, 0, 3, 0, 0});
+      d.ops().embedding_backward(d.stream(), {tokens, microbatch, 2, grad, token, position, touched});
+      CHECK(d.get(touched) == std::vector<float>{1, 0, 4, 0, 0});
       CHECK(d.get(token) == std::vector<float>{102, 120, 100, 100, 113, 230, 100, 100, 100, 100});
       CHECK(d.get(position) == std::vector<float>{1005, 1050, 1010, 1100, 1000, 1000});
     }

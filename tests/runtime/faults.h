@@ -37,7 +37,7 @@ class InterceptedOps : public Ops {
     pass({"embedding_forward", s, a.out}, [&] { ops_.embedding_forward(s, a); });
   }
   void embedding_backward(Stream& s, const EmbeddingBackwardArgs& a) override {
-    pass({"embedding_backward", s, a.grad_token}, [&] { ops_.embedding_backward(s, a); });
+    pass({"embedding_backward", s, a.grad_position}, [&] { ops_.embedding_backward(s, a); });
   }
   void layernorm_quantize(Stream& s, const LayerNormArgs& a) override {
     pass({"layernorm_quantize", s, a.out.rowwise}, [&] { ops_.layernorm_quantize(s, a); });

@@ -53,6 +53,7 @@ TraceRecords before_weight_gradients(const TraceRecords& trace) {
   TraceRecords kept;
   for (const auto& [key, digest] : trace) {
     if (key.category == "matrix gradient" || key.category == "clip norm") continue;
+    if (key.category.starts_with("weight cache")) continue;  // of the next step
     if (key.category == "main gradient" && !vectors.contains(key.name)) continue;
     if (key.category == "state" && !key.name.starts_with("fp8.")) continue;  // masters and moments
     kept.emplace(key, digest);

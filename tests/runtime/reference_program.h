@@ -98,6 +98,8 @@ class Program {
     }
     return found;
   }
+  // After planting values in masters: they are cached again before they are used.
+  void make_caches_stale() { rank.restore(rank.contract().epoch(), rank.applied_updates()); }
   // The memory of one entry, to plant a value in.
   [[nodiscard]] float* memory(const std::string& name) const {
     for (const StateEntry& e : rank.state()) {

@@ -48,6 +48,7 @@ TEST_CASE("equal tokens, a head of zeros and a matrix of zeros train for twenty 
     }
     float* whole = program.memory("master.layers.1.mlp.fc1.weight");
     std::fill(whole, whole + 176 * 64, 0.0f);
+    program.make_caches_stale();
     const StepResult result = program.step(batch, 1e-3, step);
     INFO("step " << step);
     CHECK(result.scalars.skip == 0);
@@ -88,11 +89,12 @@ class RollCounter final : public InterceptedOps {
   Device& device_;
 };
 
-void check_histories(const RollCounter::Slots& chain) {
+void check_histories(const RollCounter::Slots& chain, const Fp8State& state) {
   for (std::size_t slot = 0; slot < chain.rolled.size(); ++slot) {
     const std::vector<float>& rolled = chain.rolled[slot];
     const float* row = chain.history + slot * static_cast<std::size_t>(chain.length);
-    CHECK(row[0] == 0.0f);
+    const bool weight = state.name(static_cast<int>(slot)).ends_with(Linear::kWeightSlot);
+    CHECK((row[0] != 0.0f) == weight);                 // the update has written the next step's weights
     for (int back = 1; back < chain.length; ++back) {  // the newest is last
       const auto n = static_cast<std::size_t>(back);
       CHECK(row[chain.length - back] == (n <= rolled.size() ? rolled[rolled.size() - n] : 0.0f));
@@ -125,7 +127,10 @@ TEST_CASE("histories roll once for each F and each I, whatever their length and 
       CHECK(updates() == std::vector<int>{steps * m, steps * m});  // the forward chain and the backward chain
       std::map<std::size_t, int> slots;                            // by number of rolls
       for (const auto& [history, chain] : counter->chains) {
-        check_histories(chain);
+        const TransformerStage& stage = *program.rank.stages()[0];
+        const Fp8State& forward = stage.scaling(Chain::kForward);
+        const bool is_forward = forward.history(0, 1).data == history;
+        check_histories(chain, is_forward ? forward : stage.scaling(Chain::kBackward));
         for (const auto& rolled : chain.rolled) ++slots[rolled.size()];
       }
       // Weights roll once a step, inputs and output gradients once a microbatch: 33 of each.
@@ -197,7 +202,8 @@ TEST_CASE("fp8 learns a text as bf16 does: after 500 steps their losses are with
 
 namespace {
 
-// Casts a weight again before every product that reads it, in both layouts, with the scale of the step's refresh.
+// Casts a weight again before every product that reads it, in both layouts, with the scale of the refresh or update
+// that cached it.
 class Requantizing final : public InterceptedOps {
  public:
   Requantizing(Ops& ops, Device& device) : InterceptedOps(ops), device_(device) {}
@@ -209,9 +215,14 @@ class Requantizing final : public InterceptedOps {
     Weight& w = weights_[a.out.rowwise.data];
     if (w.scale.data() == nullptr) w.scale = device_.allocate(sizeof(float), MemoryKind::kWorkspace);
     device_.copy(s, w.scale.data(), a.quantizer.scale, sizeof(float));
+    w.cached_with = a.quantizer.scale;
     w.args = a;
     w.args.quantizer = {w.scale.as<float>(), nullptr};
     by_layout_[a.out.rowwise.data] = by_layout_[a.out.columnwise.data] = &w;
+  }
+  void adamw(Stream& s, const AdamWArgs& a) override {
+    ops_.adamw(s, a);
+    for (auto& [rowwise, w] : weights_) device_.copy(s, w.scale.data(), w.cached_with, sizeof(float));
   }
   void gemm(Stream& s, const GemmArgs& a) override {
     for (const void* operand : {a.a.data, a.b.data}) {
@@ -226,6 +237,7 @@ class Requantizing final : public InterceptedOps {
  private:
   struct Weight {
     QuantizeWeightArgs args;
+    const float* cached_with;
     Buffer scale;
   };
   Device& device_;

@@ -122,7 +122,10 @@ TEST_CASE("planned bytes by kind, graphs and hand-offs are those of ranks that r
       CHECK(rank.footprint.graphs == ran.counts[r].graphs);
       CHECK(rank.footprint.first_write_graphs == ran.counts[r].first_write_graphs);
       CHECK(rank.footprint.refresh_graphs == ran.counts[r].refresh_graphs);
-      CHECK(rank.handoffs == static_cast<std::int64_t>(ran.counts[r].handoffs));
+      // The first step makes the caches; later ones do where no update has.
+      const bool later = caches_follow_update(config.stage_config());
+      const auto first = later ? 2 * static_cast<std::int64_t>(rank.stages.size()) : 0;
+      CHECK(rank.handoffs + first == static_cast<std::int64_t>(ran.counts[r].handoffs));
     }
   }
 }
@@ -369,11 +372,10 @@ TEST_CASE("measuring gives every part a time and a file that the same config rea
   const PlanCosts costs = measure_costs(config);
   REQUIRE(costs.bf16_layer);
   CHECK(costs.bf16_layer->forward > 0);
-  CHECK(costs.bf16_layer->refresh > 0);
   CHECK(costs.layer.forward > 0);
   CHECK(costs.layer.input_grad > 0);
   CHECK(costs.layer.weight_grad > 0);
-  CHECK(costs.layer.refresh > 0);
+  CHECK(costs.layer.refresh == 0);  // updates write the caches
   CHECK(costs.message > 0);
   CHECK(costs.optimizer > 0);
   const PlanCosts read = read_costs(write_file(dir / "costs.json", costs_json(costs, config)), config);
