@@ -57,6 +57,11 @@ class CudaDevice::CudaStream final : public Stream {
   ~CudaStream() override { std::erase(device_.streams_, this); }
 
   [[nodiscard]] cudaStream_t handle() const noexcept { return handle_.get(); }
+  // Before a call in which the driver itself waits for the stream, as a copy from or to pageable memory may: the driver
+  // knows no deadline, and a message that never comes would hold the host in it for ever.
+  void wait_under_deadline() const {
+    if (device_.host_waiter_) synchronize();
+  }
   void synchronize() const {
     if (!device_.host_waiter_) return check(cudaStreamSynchronize(handle()));
     device_.host_waiter_([&] { return is_idle(); }, [&] { return "stream '" + name_ + "'"; });
@@ -290,6 +295,7 @@ void CudaDevice::upload(Stream& s, void* to, const void* host_from, std::size_t 
   QE_EXPECTS(capture_ == nullptr, "an upload reads the host once, so a graph cannot replay it");
   if (bytes == 0) return;
   const CudaStream& stream = stream_of(s);
+  if (bytes > kCopiedInCall) stream.wait_under_deadline();
   QE_CUDA_CHECK(cudaMemcpyAsync(to, host_from, bytes, cudaMemcpyHostToDevice, stream.handle()));
   if (bytes > kCopiedInCall) stream.synchronize();
 }
@@ -298,6 +304,7 @@ void CudaDevice::download(Stream& s, void* host_to, const void* from, std::size_
   if (bytes == 0) return;
   CudaStream& stream = stream_of(s);
   if (capture_ == nullptr) {
+    stream.wait_under_deadline();
     QE_CUDA_CHECK(cudaMemcpyAsync(host_to, from, bytes, cudaMemcpyDeviceToHost, stream.handle()));
     return;
   }

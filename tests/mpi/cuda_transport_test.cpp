@@ -269,16 +269,14 @@ TEST_CASE("a message of another size names itself and both sizes on cards too") 
 }
 
 TEST_CASE("past the deadline a rank on a card names the message and the peer, and the next world works") {
-  std::string said;
-  {
+  const int peer = world_rank() ^ 1;
+  const std::string said = failure_of([&] {
     Rank r(Mode::kIpcOneCard, 0.3);
-    const int rank = r.transport->rank(Group::kPipeline);
     const Buffer value = r.allocate(sizeof(int));
-    said = failure_of(
-        [&] { r.transport->recv(*r.in, value.data(), sizeof(int), rank ^ 1, label(ActionKind::kRecvB, 1, 2)); });
-    CHECK_THAT(said, ContainsSubstring("waits for 1RECV_B2") &&
-                         ContainsSubstring("from rank " + std::to_string(rank ^ 1) + " since"));
-  }
+    r.transport->recv(*r.in, value.data(), sizeof(int), peer, label(ActionKind::kRecvB, 1, 2));
+  });
+  CHECK_THAT(said, ContainsSubstring("waits for 1RECV_B2") &&
+                       ContainsSubstring("from rank " + std::to_string(peer) + " since"));
   expect_first_late(said);
 }
 
@@ -321,17 +319,24 @@ TEST_CASE("a rank that waits for its card leaves when another rank fails") {
   r.transport->barrier(Group::kWorld);
 }
 
-TEST_CASE("past the deadline a rank that waits for its card names the stream") {
-  std::atomic<bool> go_on = false;
-  std::string said;
-  {
-    Rank r(Mode::kIpcOneCard, 0.3);
-    r.device.host_call(*r.out, [&] {
-      while (!go_on) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+TEST_CASE("past the deadline a rank that waits for its card names the stream, also in a copy from or to the host") {
+  std::vector<unsigned char> host(std::size_t{1} << 20);
+  using Wait = std::function<void(Rank&, const Buffer&)>;
+  for (const Wait& wait :
+       {Wait([](Rank&r, const Buffer&) { r.device.synchronize(); }),
+        Wait([&](Rank&r, const Buffer&b) { r.device.download(*r.out, host.data(), b.data(), 4); }),
+        Wait([&](Rank&r, const Buffer&b) { r.device.upload(*r.out, b.data(), host.data(), host.size()); })}) {
+    std::atomic<bool> go_on = false;
+    const std::string said = failure_of([&] {
+      Rank r(Mode::kIpcOneCard, 0.3);
+      const Buffer memory = r.allocate(host.size());
+      r.device.host_call(*r.out, [&] {
+        while (!go_on) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      });
+      const std::shared_ptr<void> at_last(nullptr, [&](void*) { go_on = true; });  // or the device could not be left
+      wait(r, memory);
     });
-    said = failure_of([&] { r.device.synchronize(); });
     CHECK_THAT(said, ContainsSubstring("waits for stream 'out' since"));
-    go_on = true;
+    expect_first_late(said);
   }
-  expect_first_late(said);
 }
