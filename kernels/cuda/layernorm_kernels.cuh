@@ -148,6 +148,7 @@ __device__ __forceinline__ void normalize_patch(const NormForward<T>& a, const N
 // Bytes an element, BF16 x and both FP8 layouts: 2 read, 2 written.
 template <class T, bool kVector>
 __global__ void __launch_bounds__(kNormThreads, sizeof(T) == 2 ? 3 : 2) normalize_rows(const NormForward<T> a) {
+  follow_predecessor();
   __shared__ RowParts sums, squares;
   __shared__ TransposeTile<kSegment, kRowsOfBlock> transposed;
   __shared__ std::uint32_t warp_amaxes[kQuads];
@@ -290,6 +291,7 @@ __device__ __forceinline__ void write_segment(const NormBackward<T>& a, const No
 // Bytes an element, BF16: 6 read (4 without residual), 2 written; the partials 1/4 written and read.
 template <class T, bool kVector>
 __global__ void __launch_bounds__(kNormThreads, sizeof(T) == 2 ? 2 : 1) differentiate_rows(const NormBackward<T> a) {
+  follow_predecessor();
   __shared__ RowParts grads, products;
   __shared__ ColumnParts column_parts;
   const auto cluster = cooperative_groups::this_cluster();
