@@ -206,7 +206,10 @@ class Laboratory {
     std::int64_t parameters = 0;
     for (const Parameter& p : model) parameters += p.real_rows * p.shape.cols;
     std::uint32_t step = 0;
-    const double whole = time([&] { optimizer.step(*stream_, 0.0f, ++step); });
+    const double whole = time([&] {
+      optimizer.begin_step(*stream_, 0.0f, ++step);
+      optimizer.end_step(*stream_);
+    });
     return whole / (static_cast<double>(parameters) * 1e-6);
   }
 

@@ -81,7 +81,7 @@ void Optimizer::prepare(Stream& stream) {
   ops_.adamw(stream, adamw_args_);
 }
 
-OptimizerScalars Optimizer::step(Stream& stream, float learning_rate, std::uint32_t step) {
+void Optimizer::begin_step(Stream& stream, float learning_rate, std::uint32_t step) {
   OptimizerScalars scalars{};
   scalars.learning_rate = learning_rate;
   const double correction1 = 1.0 - power(config_.beta1, applied_updates_ + 1);
@@ -93,10 +93,11 @@ OptimizerScalars Optimizer::step(Stream& stream, float learning_rate, std::uint3
 
   // Each cell belongs to one rank; the others add zero.
   device_.zero(stream, partials_.data(), partials_.bytes());
-  {
-    const StepTimeline::Span span(timeline_, stream, "optimizer", [] { return "gradient norm"; });
-    ops_.gradient_norm(stream, norm_args_);
-  }
+  const StepTimeline::Span span(timeline_, stream, "optimizer", [] { return "gradient norm"; });
+  ops_.gradient_norm(stream, norm_args_);
+}
+
+OptimizerScalars Optimizer::end_step(Stream& stream) {
   {
     const StepTimeline::Span span(timeline_, stream, "optimizer", [] { return "sum of norms"; });
     transport_.all_reduce_sum(stream, partials_.as<float>(), 2 * clip_args_.count, Group::kPipeline);
@@ -115,6 +116,7 @@ OptimizerScalars Optimizer::step(Stream& stream, float learning_rate, std::uint3
     ops_.adamw(stream, adamw_args_);
   }
 
+  OptimizerScalars scalars{};
   device_.download(stream, &scalars, scalars_.data(), sizeof scalars);
   device_.synchronize(stream);
   if (scalars.skip == 0) ++applied_updates_;

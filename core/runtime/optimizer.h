@@ -34,11 +34,13 @@ class Optimizer {
   // an operation's first call is prepared before any graph is captured. Before the first step, gradients all zero.
   void prepare(Stream&);
 
-  // One step on the stream; the host waits for it. `step` counts from 1, skipped steps included. Every rank of the
-  // pipeline must call it: the norm is of the whole model, its partials added in global parameter order, so that it has
-  // the same bits for every cut. Caches of stages whose caches_follow_update() are then those of the new weights. On a
-  // skipped step weights, caches and moments stay and vector gradients are zeroed.
-  OptimizerScalars step(Stream&, float learning_rate, std::uint32_t step);
+  // One step on the stream, in two parts, so that something else may travel between the ranks while the first is at
+  // work. `step` counts from 1, skipped steps included. Every rank of the pipeline must call both.
+  void begin_step(Stream&, float learning_rate, std::uint32_t step);  // the gradients' sums of squares
+  // The norm is of the whole model, its partials added in global parameter order, so that it has the same bits for
+  // every cut; then the update. The host waits for it. Caches of stages whose caches_follow_update() are then those of
+  // the new weights. On a skipped step weights, caches and moments stay and vector gradients are zeroed.
+  OptimizerScalars end_step(Stream&);
 
   [[nodiscard]] std::uint64_t applied_updates() const noexcept { return applied_updates_; }  // Adam's t
   void restore(std::uint64_t applied_updates) noexcept { applied_updates_ = applied_updates; }

@@ -109,13 +109,14 @@ void PipelineRank::upload_batch(std::span<const std::int32_t> tokens, std::span<
   device_.zero(*caller_, loss_.data(), loss_.bytes());
 }
 
-double PipelineRank::loss_sum() {
+void PipelineRank::share_losses() {
   // Only the last stage's rank of each replica has losses; every other cell is zero.
+  const StepTimeline::Span span(config_.timeline, *caller_, "optimizer", [] { return "sum of losses"; });
+  transport_.all_reduce_sum(*caller_, loss_.as<float>(), config_.stage.microbatches, Group::kWorld);
+}
+
+double PipelineRank::loss_sum() {
   std::vector<float> cells(static_cast<std::size_t>(config_.stage.microbatches));
-  {
-    const StepTimeline::Span span(config_.timeline, *caller_, "optimizer", [] { return "sum of losses"; });
-    transport_.all_reduce_sum(*caller_, loss_.as<float>(), config_.stage.microbatches, Group::kWorld);
-  }
   device_.download(*caller_, cells.data(), loss_.data(), loss_.bytes());
   device_.synchronize();
   double sum = 0.0;
@@ -134,9 +135,13 @@ StepResult PipelineRank::train_step(std::span<const std::int32_t> tokens, std::s
   runner_->run();
   if (config_.hooks != nullptr) config_.hooks->before_optimizer();
 
+  // The losses travel while the norm is taken, and the host reads them last: until the update the device waits for
+  // nobody but the other ranks.
   StepResult result;
+  optimizer_->begin_step(*caller_, static_cast<float>(learning_rate), step);
+  share_losses();
+  result.scalars = optimizer_->end_step(*caller_);
   result.loss_sum = loss_sum();
-  result.scalars = optimizer_->step(*caller_, static_cast<float>(learning_rate), step);
   if (result.scalars.skip != 0) {
     for (const TransformerStage* s : stage_list_) {
       for (const Chain c : {Chain::kForward, Chain::kBackward}) s->scaling(c).restore_step_start(device_, *caller_);
@@ -157,6 +162,7 @@ double PipelineRank::evaluate(std::span<const std::int32_t> tokens, std::span<co
     if (contract_->needs_refresh(s->index())) runner_->refresh(s->index());
   }
   enqueue_evaluation(device_, *graph_, *contract_, *boundary_, *executor_, stage_list_, rank_of_stage_, microbatches);
+  share_losses();
   const double sum = loss_sum();
   contract_->complete_uses();
   return sum;

@@ -81,7 +81,8 @@ class PipelineRank {
   void make_stages(const RankPlan&, Probe*);
   void make_contract();
   void upload_batch(std::span<const std::int32_t> tokens, std::span<const std::int32_t> targets);
-  double loss_sum();
+  void share_losses();  // after it every rank's cells are the job's
+  double loss_sum();    // of the shared cells; waits for the device
   void record_commit(const StepResult&, double learning_rate);
 
   Device& device_;
