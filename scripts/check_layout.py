@@ -90,22 +90,8 @@ def is_introduced_by_header(path: Path) -> bool:
     return path.suffix in (".cpp", ".cu") and (own.exists() or folders.exists())
 
 
-def kernel_faults(name: str, text: str) -> list[str]:
-    """A kernel that began without waiting would read what its predecessor has not written yet, now and then."""
-    if Path(name).suffix not in (".cu", ".cuh"):
-        return []
-    faults = [f"{name}: starts a kernel with <<<>>>: use launch_kernel"] if "<<<" in re.sub(r"//.*", "", text) else []
-    for start in re.finditer(r"^[^/\n]*__global__", text, re.M):
-        head, _, body = text[start.end() :].partition("{")
-        first = body.split(";", 1)[0].strip()
-        if not body.startswith("}") and first != "follow_predecessor()":
-            kernel = re.findall(r"(\w+)\s*\(", head)[-1]
-            faults.append(f"{name}: {kernel} does not begin with follow_predecessor()")
-    return faults
-
-
 def source_faults(name: str, text: str) -> list[str]:
-    faults = include_faults(name, text) + kernel_faults(name, text)
+    faults = include_faults(name, text)
     if name != "kernels/backend.cpp" and BACKEND_SWITCH.search(text):
         faults.append(f"{name}: switches on QE_WITH_CUDA: only kernels/backend.cpp may")
     if OWN_ENVIRONMENT.search(text):

@@ -365,7 +365,6 @@ __device__ __forceinline__ void step_tile(const UpdateTile& tile, const UpdateIt
 
 template <bool kVector>
 __global__ void __launch_bounds__(kThreads, 2) update_tiles(ItemTable<UpdateItem> table, UpdateStep step) {
-  follow_predecessor();
   const int block = static_cast<int>(blockIdx.x);
   const int i = item_of_tile(table, block);
   const UpdateItem& item = table.items[i];

@@ -217,7 +217,6 @@ __device__ void query_gradients(const BackwardArguments& args, unsigned char* sh
 // Grid: x = the key heads of each sequence, then the query heads of each; y = blocks of 64 rows, the longest first.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads, 2) attend_backward(const __grid_constant__ BackwardArguments args) {
-  follow_predecessor();
   extern __shared__ __align__(128) unsigned char shared[];
   const AttentionShape& shape = args.shape;
   const int owner = static_cast<int>(blockIdx.x), key_owners = shape.num_kv_heads * shape.sequences;
@@ -235,7 +234,6 @@ __global__ void __launch_bounds__(kThreads, 2) attend_backward(const __grid_cons
 // delta of one head; head_dim / 8 lanes a token. Grid: x = blocks of tokens, y = heads.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads) row_products(const __grid_constant__ BackwardArguments args) {
-  follow_predecessor();
   constexpr int kLanes = kHeadDim / 8;
   const int head = static_cast<int>(blockIdx.y), chunk = static_cast<int>(threadIdx.x) % kLanes;
   const std::int64_t tokens = std::int64_t{args.shape.sequences} * args.shape.length;

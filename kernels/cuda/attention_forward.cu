@@ -138,7 +138,6 @@ __device__ auto query_fragments(std::uint32_t address) {
 // Grid: x = head, head by head of each sequence; y = query blocks, the longest first.
 template <int kHeadDim, int kRowTiles>
 __global__ void __launch_bounds__(kThreads, 2) attend(const __grid_constant__ ForwardArguments args) {
-  follow_predecessor();
   extern __shared__ __align__(128) unsigned char shared[];
   constexpr int kQueries = kTileRows * kRowTiles, kTileBytes = kTileRows * kRowBytes<kHeadDim>;
   const AttentionShape& shape = args.shape;

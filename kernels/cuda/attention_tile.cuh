@@ -12,7 +12,7 @@
 
 #include "core/dtype.h"
 #include "kernels/cuda/attention_arguments.h"
-#include "kernels/cuda/launch_kernel.cuh"
+#include "kernels/cuda/check.h"
 #include "kernels/cuda/mma_sync.cuh"
 
 namespace qe::cuda {
@@ -207,7 +207,14 @@ __device__ void store_rows(const Sums<kRowTiles, kHeadDim>& sums, const float (&
 // Launches a kernel of kThreads threads with more shared memory than a kernel may use unasked.
 template <class Arguments>
 void launch_tiles(void (*kernel)(Arguments), dim3 grid, int shared_bytes, cudaStream_t stream, const Arguments& args) {
-  launch_kernel({grid, kThreads, 1, stream, static_cast<std::size_t>(shared_bytes)}, kernel, args);
+  QE_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     shared_bytes));
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+  config.stream = stream;
+  QE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
 }
 
 }  // namespace qe::cuda

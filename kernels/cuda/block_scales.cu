@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/error.h"
-#include "kernels/cuda/launch_kernel.cuh"
+#include "kernels/cuda/check.h"
 
 namespace qe::cuda {
 
@@ -13,7 +13,6 @@ constexpr int kThreads = 256;
 constexpr std::int64_t kMostBlocks = 128;
 
 __global__ void fill(BlockScales a, BlockScales b) {
-  follow_predecessor();
   const BlockScales& s = blockIdx.y == 0 ? a : b;
   const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < s.elements(); i += step) {
@@ -40,7 +39,8 @@ BlockScales::BlockScales(ScaleForm f, const Tensor& t, std::int64_t rows, std::i
 void fill_block_scales(const Launch& launch, const BlockScales& a, const BlockScales& b) {
   const std::int64_t most = std::max(a.elements(), b.elements());
   const auto blocks = static_cast<unsigned>(std::min((most + kThreads - 1) / kThreads, kMostBlocks));
-  launch_kernel({dim3(blocks, 2), kThreads, 1, launch.stream}, fill, a, b);
+  fill<<<dim3(blocks, 2), kThreads, 0, launch.stream>>>(a, b);
+  QE_CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace qe::cuda

@@ -21,7 +21,6 @@ struct ColumnSums {
 // A template, so that each file that launches it may have it.
 template <int kLanes>
 __global__ void __launch_bounds__(kSumColumns* kLanes) add_column_sums(const ColumnSums sums) {
-  follow_predecessor();
   __shared__ float lanes[kLanes][kSumColumns];
   const int column = static_cast<int>(threadIdx.x) % kSumColumns, lane = static_cast<int>(threadIdx.x) / kSumColumns;
   const int c = static_cast<int>(blockIdx.x) * kSumColumns + column;

@@ -135,7 +135,6 @@ __device__ __forceinline__ void clear(T* row, int cols) {
 
 template <bool kVector, bool kKept, class T>
 __global__ void __launch_bounds__(kMaxThreads) row_losses(Problem<T> p) {
-  follow_predecessor();
   extern __shared__ uint4 kept[];
   const int r = static_cast<int>(blockIdx.x);
   const Row<kVector, kKept, T> row = {p.logits.row(r), reinterpret_cast<Eight<T>*>(kept), p.cols, p.vocabulary};
@@ -162,7 +161,6 @@ __global__ void __launch_bounds__(kMaxThreads) row_losses(Problem<T> p) {
 
 __global__ void __launch_bounds__(kMaxThreads)
     add_losses(const float* row_loss, int rows, MicrobatchCell microbatch, float* loss) {
-  follow_predecessor();
   float sum = 0.0f;
   for (int r = static_cast<int>(threadIdx.x); r < rows; r += kMaxThreads) sum += row_loss[r];
   sum = reduce_block<Add>(sum, 0.0f);
@@ -171,8 +169,10 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 template <bool kVector, bool kKept, class T>
 void launch_rows(const Launch& launch, const Problem<T>& problem, int threads, std::size_t kept) {
-  launch_kernel({dim3(static_cast<unsigned>(problem.rows)), threads, 1, launch.stream, kept},
-                row_losses<kVector, kKept, T>, problem);
+  const auto kernel = row_losses<kVector, kKept, T>;
+  QE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kMaxKept)));
+  kernel<<<static_cast<unsigned>(problem.rows), static_cast<unsigned>(threads), kept, launch.stream>>>(problem);
+  QE_CUDA_CHECK(cudaGetLastError());
 }
 
 // Threads and shared memory follow from type and vocabulary alone, and with them the order of a row's sum.

@@ -80,7 +80,6 @@ struct TileSums {
 template <class Source, bool kVector>
 __global__ void __launch_bounds__(kPatchesOfTile)
     write_tile(const Source source, const OperandTarget out, const ColumnTarget columns) {
-  follow_predecessor();
   __shared__ TransposeTile<kTile, kTile> transposed;
   __shared__ TileSums sums;
   __shared__ std::uint32_t warp_amaxes[kTileWarps];

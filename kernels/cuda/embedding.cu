@@ -44,7 +44,6 @@ struct ForwardView {
 
 template <bool kVector, class T>
 __global__ void __launch_bounds__(kMaxThreads) add_token_and_position(ForwardView<T> v) {
-  follow_predecessor();
   const int t = static_cast<int>(blockIdx.x), col = first_column();
   if (col >= v.cols) return;
   const std::int32_t id = v.tokens[std::int64_t{*v.microbatch} * v.count + t];
@@ -58,7 +57,6 @@ __global__ void __launch_bounds__(kMaxThreads) add_token_and_position(ForwardVie
 
 __global__ void __launch_bounds__(kSortWarps* kWarp)
     sort_by_id(const std::int32_t* tokens, MicrobatchCell microbatch, int count, Place* places) {
-  follow_predecessor();
   __shared__ alignas(16) std::int32_t staged[kStagedIds];
   __shared__ Place part[kSortWarps][kWarp];
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -161,7 +159,6 @@ __device__ __forceinline__ void add_id(const BackwardView<T>& v, int place, int 
 // Blocks 0 … sequence_length − 1 take a position each, the others a place of the sorted tokens each.
 template <bool kVector, class T>
 __global__ void __launch_bounds__(kMaxThreads) add_gradients(BackwardView<T> v) {
-  follow_predecessor();
   const int block = static_cast<int>(blockIdx.x), col = first_column();
   if (col >= v.cols) return;
   if (block < v.sequence_length) {

@@ -2,10 +2,9 @@
 //
 // A cluster of up to eight blocks shares 32 rows. A block has one warp for each four rows; a warp works through the
 // block's segments of 256 columns, eight columns a lane. Sums of a row: a lane's own, the lanes by exchange, then the
-// cluster's blocks in one order, each warp leaving its sums in every block's shared memory. In the forward these are a
-// block's sum and its squares around its own mean, so that one meeting of the cluster gives both mean and variance. A
-// row is read once from memory and then again from the cache: in the forward for the mean, the squares and the result,
-// in the backward for the sums and the result.
+// cluster's blocks in one order, each warp leaving its sums in every block's shared memory. A row is read once from
+// memory and then again from the cache: in the forward for the mean, the variance and the result, in the backward for
+// the sums and the result.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -50,17 +49,11 @@ __device__ __forceinline__ float sum_lanes(const RowSums& sums, int lane) {
   for (int lanes = kPatchRows; lanes < kWarp; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
   return sum;
 }
-// The same, and all four sums in every lane.
-__device__ __forceinline__ float add_lanes(RowSums& sums, int lane) {
-  const float sum = sum_lanes(sums, lane);
-#pragma unroll
-  for (int i = 0; i < kPatchRows; ++i) sums[i] = __shfl_sync(0xffffffffu, sum, i);
-  return sum;
-}
 // Leaves the warp's sums of its four rows in all blocks of the cluster, four lanes a block; a barrier of the cluster
 // makes them readable.
 __device__ __forceinline__ void share_sums(const cooperative_groups::cluster_group& cluster, RowParts& to,
-                                           const NormPlace& at, float sum) {
+                                           const NormPlace& at, const RowSums& sums) {
+  const float sum = sum_lanes(sums, at.lane);
   const int block = at.lane / kPatchRows;
   auto* mine = reinterpret_cast<float*>(&to.parts[cluster.block_rank()][at.quad]) + at.lane % kPatchRows;
   if (block < static_cast<int>(cluster.num_blocks())) *cluster.map_shared_rank(mine, block) = sum;
@@ -73,28 +66,6 @@ __device__ __forceinline__ void take_means(const RowParts& from, int blocks, int
     total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
   }
   means[0] = total.x / count, means[1] = total.y / count, means[2] = total.z / count, means[3] = total.w / count;
-}
-
-// Mean and variance of the rows from each block's sum and squares around its own mean: what lies between a block's mean
-// and the row's counts for each of its columns.
-__device__ __forceinline__ void merge_blocks(const RowParts& sums, const RowParts& squares, int blocks, int quad,
-                                             int columns_of_block, int cols, RowSums& mean, RowSums& variance) {
-  const float count = static_cast<float>(cols);
-  take_means(sums, blocks, quad, count, mean);
-  RowSums total{};
-  for (int b = 0; b < blocks; ++b) {
-    const int here = min(columns_of_block, cols - b * columns_of_block);
-    if (here <= 0) break;
-    const float4 sum = sums.parts[b][quad], square = squares.parts[b][quad];
-    const RowSums part = {sum.x, sum.y, sum.z, sum.w}, around = {square.x, square.y, square.z, square.w};
-#pragma unroll
-    for (int i = 0; i < kPatchRows; ++i) {
-      const float off = part[i] / static_cast<float>(here) - mean[i];
-      total[i] += __fmaf_rn(static_cast<float>(here) * off, off, around[i]);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kPatchRows; ++i) variance[i] = total[i] / count;
 }
 
 // Four rows of one segment of a matrix.
@@ -177,7 +148,6 @@ __device__ __forceinline__ void normalize_patch(const NormForward<T>& a, const N
 // Bytes an element, BF16 x and both FP8 layouts: 2 read, 2 written.
 template <class T, bool kVector>
 __global__ void __launch_bounds__(kNormThreads, sizeof(T) == 2 ? 3 : 2) normalize_rows(const NormForward<T> a) {
-  follow_predecessor();
   __shared__ RowParts sums, squares;
   __shared__ TransposeTile<kSegment, kRowsOfBlock> transposed;
   __shared__ std::uint32_t warp_amaxes[kQuads];
@@ -185,19 +155,18 @@ __global__ void __launch_bounds__(kNormThreads, sizeof(T) == 2 ? 3 : 2) normaliz
   cluster.barrier_arrive();  // waited for where another block's shared memory is first written: it must run by then
   const int blocks = static_cast<int>(cluster.num_blocks());
   const NormPlace at(a.segments);
-  const int columns_of_block = a.segments * kSegment, here = min(columns_of_block, a.out.cols - at.first_col);
+  const float count = static_cast<float>(a.out.cols);
 
   RowSums mean{}, rstd{};
   sum_rows<kVector>(a, at, mean);
-  const float sum = add_lanes(mean, at.lane);
-#pragma unroll
-  for (int i = 0; i < kPatchRows; ++i) mean[i] = here > 0 ? mean[i] / static_cast<float>(here) : 0.0f;
-  sum_squares<kVector>(a, at, mean, rstd);
   cluster.barrier_wait();
-  share_sums(cluster, sums, at, sum);
-  share_sums(cluster, squares, at, sum_lanes(rstd, at.lane));
+  share_sums(cluster, sums, at, mean);
   cluster.sync();
-  merge_blocks(sums, squares, blocks, at.quad, columns_of_block, a.out.cols, mean, rstd);
+  take_means(sums, blocks, at.quad, count, mean);
+  sum_squares<kVector>(a, at, mean, rstd);
+  share_sums(cluster, squares, at, rstd);
+  cluster.sync();
+  take_means(squares, blocks, at.quad, count, rstd);
 #pragma unroll
   for (int i = 0; i < kPatchRows; ++i) {
     rstd[i] = __frcp_rn(__fsqrt_rn(rstd[i] + a.epsilon));
@@ -321,7 +290,6 @@ __device__ __forceinline__ void write_segment(const NormBackward<T>& a, const No
 // Bytes an element, BF16: 6 read (4 without residual), 2 written; the partials 1/4 written and read.
 template <class T, bool kVector>
 __global__ void __launch_bounds__(kNormThreads, sizeof(T) == 2 ? 2 : 1) differentiate_rows(const NormBackward<T> a) {
-  follow_predecessor();
   __shared__ RowParts grads, products;
   __shared__ ColumnParts column_parts;
   const auto cluster = cooperative_groups::this_cluster();
@@ -351,8 +319,8 @@ __global__ void __launch_bounds__(kNormThreads, sizeof(T) == 2 ? 2 : 1) differen
   }
 
   cluster.barrier_wait();
-  share_sums(cluster, grads, at, sum_lanes(mean_grad, at.lane));
-  share_sums(cluster, products, at, sum_lanes(mean_product, at.lane));
+  share_sums(cluster, grads, at, mean_grad);
+  share_sums(cluster, products, at, mean_product);
   cluster.sync();
   const float count = static_cast<float>(a.cols);
   take_means(grads, blocks, at.quad, count, mean_grad);

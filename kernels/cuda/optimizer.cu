@@ -99,7 +99,6 @@ __device__ __forceinline__ bool has_bad(const ThreadGradients& g) {
 template <bool kVector>
 __global__ void __launch_bounds__(kThreads, 4)
     sum_tiles(ItemTable<NormItem> table, const GradientView* views, TileSum* sums) {
-  follow_predecessor();
   const int block = static_cast<int>(blockIdx.x);
   const int i = item_of_tile(table, block);
   const NormItem& item = table.items[i];
@@ -121,7 +120,6 @@ __global__ void __launch_bounds__(kThreads, 4)
 // One block an item.
 __global__ void __launch_bounds__(kThreads)
     combine_tiles(ItemTable<NormItem> table, const TileSum* sums, float* partial_squares, float* partial_bad) {
-  follow_predecessor();
   const int i = static_cast<int>(blockIdx.x);
   const int end = i + 1 < table.count ? table.first_tile[i + 1] : table.tiles;
   double squares = 0.0;
@@ -178,7 +176,6 @@ constexpr int kClipThreads = 256;
 // The sum is taken by one thread in index order: a few hundred additions, and every rank needs the same bits.
 __global__ void __launch_bounds__(kClipThreads) clip(const float* partial_squares, const float* partial_bad,
                                                      std::int64_t count, float max_norm, OptimizerScalars* scalars) {
-  follow_predecessor();
   __shared__ float staged[kClipThreads];
   __shared__ int first_bad;
   if (threadIdx.x == 0) first_bad = std::numeric_limits<int>::max();

@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "core/error.h"
-#include "kernels/cuda/launch_kernel.cuh"
+#include "kernels/cuda/check.h"
 #include "kernels/cuda/reduce.h"
 
 namespace qe::cuda {
@@ -17,7 +17,6 @@ struct Parts {
 
 template <Combine kCombine>
 __global__ void __launch_bounds__(kThreads) combine_kernel(float* out, const Parts parts, std::int64_t count) {
-  follow_predecessor();
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kThreads;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count; i += stride) {
     float total = parts.part[0][i];
@@ -43,9 +42,12 @@ void combine_parts(cudaStream_t stream, Combine combine, float* out, std::span<c
   std::copy(parts.begin(), parts.end(), all.part);
   all.count = static_cast<int>(parts.size());
   const auto blocks = static_cast<unsigned>(std::min((count + kThreads - 1) / kThreads, kMaxBlocks));
-  launch_kernel({dim3(blocks), kThreads, 1, stream},
-                combine == Combine::kSum ? &combine_kernel<Combine::kSum> : &combine_kernel<Combine::kMax>, out, all,
-                count);
+  if (combine == Combine::kSum) {
+    combine_kernel<Combine::kSum><<<blocks, kThreads, 0, stream>>>(out, all, count);
+  } else {
+    combine_kernel<Combine::kMax><<<blocks, kThreads, 0, stream>>>(out, all, count);
+  }
+  QE_CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace qe::cuda

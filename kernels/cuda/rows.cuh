@@ -1,5 +1,5 @@
 // Pieces of matrix rows in and out of registers: eight elements of one row at a time, FP32 working values from and to
-// BF16 and FP32 storage,. Owns the conversions (core/dtype.h's bits); what is computed and
+// BF16 and FP32 storage, and the launch of a kernel. Owns the conversions (core/dtype.h's bits); what is computed and
 // the FP8 tail (operand_tile.cuh) are not here.
 //
 // kVector: pointers, pitches and columns allow 16-byte accesses (allows_vectors), so eight elements are all inside the
@@ -11,11 +11,12 @@
 
 #include <cstdint>
 #include <limits>
+#include <utility>
 
 #include "core/dtype.h"
 #include "core/error.h"
 #include "core/tensor.h"
-#include "kernels/cuda/launch_kernel.cuh"
+#include "kernels/cuda/check.h"
 
 namespace qe::cuda {
 
@@ -144,6 +145,26 @@ inline void require_grid(const Shape& s) {
 }
 inline int tiles(std::int64_t elements, int tile) {
   return elements <= 0 ? 1 : static_cast<int>((elements + tile - 1) / tile);
+}
+
+struct LaunchShape {
+  dim3 grid;
+  int threads;
+  dim3 cluster = 1;  // neighbouring blocks that reach into each other's shared memory
+  cudaStream_t stream;
+};
+template <class... Parameters, class... Arguments>
+void launch_kernel(const LaunchShape& shape, void (*kernel)(Parameters...), Arguments&&... arguments) {
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {shape.cluster.x, shape.cluster.y, shape.cluster.z};
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.stream = shape.stream;
+  config.attrs = &cluster;
+  config.numAttrs = shape.cluster.x * shape.cluster.y * shape.cluster.z > 1 ? 1 : 0;
+  QE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
 }
 
 }  // namespace qe::cuda

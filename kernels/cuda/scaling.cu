@@ -27,7 +27,6 @@ __device__ std::uint32_t block_max(std::uint32_t value) {
 // A block a slot. The history moves by one towards index 1: entries are read kThreads · kEntries at a time, ascending,
 // and written after all threads have read, so none is overwritten before it moved. Bytes: 8 an entry.
 __global__ void __launch_bounds__(kThreads) update_slots(const UpdateScalesArgs a) {
-  follow_predecessor();
   const int thread = static_cast<int>(threadIdx.x), length = a.history_length;
   float* history = a.history + static_cast<std::int64_t>(blockIdx.x) * length;
   const float current = history[0];
@@ -56,10 +55,7 @@ __global__ void __launch_bounds__(kThreads) update_slots(const UpdateScalesArgs 
   a.scale[blockIdx.x] = scale_from_amax(m, a.scale[blockIdx.x], a.format, a.margin);
 }
 
-__global__ void add_one(std::uint64_t* counter) {
-  follow_predecessor();
-  *counter += 1;
-}
+__global__ void add_one(std::uint64_t* counter) { *counter += 1; }
 
 constexpr int kLoads = 4;  // of eight elements in flight in a thread
 
@@ -67,7 +63,6 @@ constexpr int kLoads = 4;  // of eight elements in flight in a thread
 template <class T, bool kVector>
 __global__ void __launch_bounds__(kThreads) gather_amax(const MatrixView<const T> x, const int rows, const int cols,
                                                         const bool round, std::uint32_t* partials) {
-  follow_predecessor();
   float amax = 0.0f;
   const int step = kThreads * kLaneElements;
   const int chunks = (cols + step * kLoads - 1) / (step * kLoads);  // of a row; a block takes every gridDim.x-th
@@ -92,7 +87,6 @@ __global__ void __launch_bounds__(kThreads) gather_amax(const MatrixView<const T
 
 __global__ void __launch_bounds__(kThreads)
     scale_from_partials(const std::uint32_t* partials, const int count, const float largest, float* scale) {
-  follow_predecessor();
   std::uint32_t m = 0;
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) m = partials[i] > m ? partials[i] : m;
   const float amax = __uint_as_float(block_max(m));
