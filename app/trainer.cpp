@@ -184,6 +184,7 @@ void Trainer::fail_alone(const std::string& message, ExitCode code) {
 void Trainer::report_failure_alone(const std::string& message, ExitCode code) {
   if (signals_ != nullptr) signals_->ignore_requests();
   note_failure(message, code);
+  if (checkpoints_) tell_saves();  // one may have been published before what failed
   write_report_alone();
 }
 

@@ -99,16 +99,22 @@ TEST_CASE("no space in one rank's file: every rank ends with that error, and the
 }
 
 TEST_CASE(
-    "an old checkpoint that cannot be removed beside the training: the run ends with its path, and the new one is "
-    "whole") {
-  const Job job(2);
-  const Outcome out = run(
-      job.mpirun(job.train(kAsync + "checkpoint.keep_last=1", {"error step=2 at=remove file=step.old.tmp code=EIO"})));
-  INFO(out.text);
-  CHECK(out.code == 5);
-  CHECK(count(out.text, "qeffect: error: ") == 1);
-  CHECK_THAT(out.text, ContainsSubstring("Cannot remove " + job.checkpoints() + "/step_00000002.old.tmp"));
-  CHECK(complete(job, "step_00000004"));
+    "an old checkpoint that cannot be removed beside the training: the run ends with its path, and the new ones are "
+    "whole and told") {
+  const std::string error = "error step=2 at=remove file=step.old.tmp code=EIO";
+  const std::string late = "delay step=4 at=fsync file=rank_00000.safetensors seconds=1";  // step 6 waits for it
+  for (const std::vector<std::string>& faults : {std::vector<std::string>{error}, {error, late}}) {
+    const Job job(2);
+    const Outcome out = run(job.mpirun(job.train(kAsync + "checkpoint.keep_last=1", faults)));
+    INFO(out.text);
+    CHECK(out.code == 5);
+    CHECK(count(out.text, "qeffect: error: ") == 1);
+    CHECK_THAT(out.text, ContainsSubstring("Cannot remove " + job.checkpoints() + "/step_00000002.old.tmp"));
+    CHECK(complete(job, "step_00000004"));
+    for (const std::string step : {"step_00000004", "step_00000006"}) {
+      if (complete(job, step)) CHECK_THAT(out.text, ContainsSubstring("saved " + job.checkpoints() + "/" + step));
+    }
+  }
 }
 
 TEST_CASE("a rank that is killed while it writes leaves the checkpoint before, and the same command goes on",
