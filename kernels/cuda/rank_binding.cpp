@@ -1,7 +1,5 @@
 #include "kernels/cuda/rank_binding.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -12,6 +10,7 @@
 #include "kernels/wire/control_plane.h"
 #include "kernels/wire/device_assignment.h"
 #include "kernels/wire/mpi_wire.h"
+#include "kernels/wire/process.h"
 
 namespace qe {
 namespace {
@@ -27,9 +26,7 @@ std::string hex(const cudaUUID_t& uuid) {
 }
 
 RankView visible_cards() {
-  char host[256] = {};
-  ::gethostname(host, sizeof host - 1);
-  RankView view{host, {}};
+  RankView view{host_name(), {}};
   const int count = CudaDevice::count();
   for (int i = 0; i < count; ++i) {
     cudaDeviceProp properties{};
