@@ -3,8 +3,9 @@
 
 A cell is a shape, a number of GPUs, a transport and a variant of the step; its id is the four, "h4096/2/ipc/w_group".
 Every cell is one line of JSON in the output file: the command, the slowest rank's median of each process, raw times by
-rank, counts, bytes, a step's time by kind of action, versions. Cells that the file already has are passed over, so that
-a run that was cut short goes on where it stood. Prints a line a cell; exit 1 when one failed.
+rank, counts, bytes, a step's time by kind of action, versions, the commit. Cells that the file already has of this commit
+are passed over, so that a run that was cut short goes on where it stood; those of another commit are measured again and
+replaced. Prints a line a cell; exit 1 when one failed.
 
 usage: gpu_bench.py --qeffect build/cuda/qeffect --output docs/measurements/FILE.jsonl [--cells REGEX] [--list]
 """
@@ -84,6 +85,7 @@ def measure(options, name, gpus, config, keys):
     return {
         "cell": name,
         "date": datetime.date.today().isoformat(),
+        "commit": options.commit,
         "command": " ".join(str(part) for part in command(options, gpus, config, keys, "FILE")).replace(str(ROOT) + "/", ""),
         "device": first["device"],
         "environment": {k: v for k, v in first["environment"].items() if k not in ("host", "os")},
@@ -98,6 +100,28 @@ def measure(options, name, gpus, config, keys):
     }
 
 
+def commit_here():
+    """Of the tree that this script is in; None where git does not know it, as in an archive."""
+    try:
+        found = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
+
+
+def read_cells(path):
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {cell["cell"]: cell for cell in map(json.loads, lines)}
+
+
+def add_cell(path, cell):
+    """The file with it, in order of the cells; whole at every moment."""
+    known = {**read_cells(path), cell["cell"]: cell}
+    new = path.with_suffix(".new")
+    new.write_text("".join(json.dumps(known[name]) + "\n" for name in sorted(known)))
+    new.replace(path)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--qeffect", type=Path, default=ROOT / "build/cuda/qeffect")
@@ -108,6 +132,7 @@ def main():
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=120, help="seconds of one process")
     parser.add_argument("--mpirun", default="mpirun")
+    parser.add_argument("--commit", default=commit_here(), help="what is measured, where git cannot say it")
     parser.add_argument("--list", action="store_true", help="print the ids and end")
     options = parser.parse_args()
 
@@ -117,11 +142,10 @@ def main():
         return 0
     if options.output is None or not chosen:
         parser.error("no cell matches --cells" if not chosen else "--output is missing")
-    lines = options.output.read_text().splitlines() if options.output.exists() else []
-    there = {json.loads(line)["cell"] for line in lines}
+    known = read_cells(options.output)
     failed = 0
     for name, gpus, config, keys in chosen:
-        if name in there:
+        if name in known and known[name].get("commit") == options.commit:
             continue
         try:
             result = measure(options, name, gpus, config, keys)
@@ -129,8 +153,7 @@ def main():
             failed += 1
             print(f"{name}: FAILED: {error}", flush=True)
             continue
-        with options.output.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+        add_cell(options.output, result)
         print(f"{name}: {result['median_ms']:.3f} ms {result['process_median_ms']}", flush=True)
     return int(failed > 0)
 
