@@ -208,6 +208,24 @@ TEST_CASE("every maker's list stays valid when its Ws are grouped, and a group w
   }
 }
 
+TEST_CASE("a stage's last W group lets the input gradients go first that another rank waits for") {
+  const auto tail = [](const Schedule& list, int rank, std::size_t count) {
+    std::string text;
+    const std::vector<Action>& actions = list.actions.at(static_cast<std::size_t>(rank));
+    for (std::size_t i = actions.size() - count; i < actions.size(); ++i) text += to_string(actions[i]) + " ";
+    return text;
+  };
+  const Schedule loops = qe::group_weight_grads(qe::make_schedule(kInterleaved1F1B, {2, 2, 4}, Backward::kSplit), 4);
+  CHECK(tail(loops, 1, 5) == "3I3 1I2 1I3 3W0x4 1W0x4 ");
+  CHECK(tail(loops, 0, 5) == "2I3 2W0x4 0I2 0I3 0W0x4 ");  // nobody waits for stage 0's
+  const Schedule folded = qe::group_weight_grads(qe::make_schedule(kZbv, {2, 2, 4}, Backward::kSplit), 4);
+  CHECK(tail(folded, 1, 4) == "2I3 1I3 2W0x4 1W0x4 ");
+  CHECK(tail(folded, 0, 5) == "3I3 3W0x4 0I2 0I3 0W0x4 ");
+  // Earlier groups stand where they stood: their tapes are wanted for the microbatches to come.
+  const Schedule pairs = qe::group_weight_grads(qe::make_schedule(kInterleaved1F1B, {2, 2, 4}, Backward::kSplit), 2);
+  CHECK(tail(pairs, 1, 5) == "3I3 1I2 1I3 3W2x2 1W2x2 ");
+}
+
 TEST_CASE("receive rings are one deep for classic 1f1b, at most two for zbv, a round deep for interleaved chunks") {
   for (const int ranks : {2, 3, 4, 8}) {
     for (int rounds = 2; rounds <= 4; ++rounds) {
