@@ -283,7 +283,10 @@ TEST_CASE("a staged message of another size names itself and both sizes") {
                                   if (rank == 0) {
                                     r.transport.send(r.out, memory, 8, 1, label(ActionKind::kSendF, 0, 3));
                                     r.out.synchronize();
-                                    r.transport.barrier(Group::kWorld);
+                                    try {
+                                      r.transport.barrier(Group::kWorld);
+                                    } catch (const qe::Error&) {  // that rank 1 failed, and nothing of why
+                                    }
                                   } else {
                                     r.transport.recv(r.in, memory, 16, 0, label(ActionKind::kRecvF, 1, 3));
                                   }
