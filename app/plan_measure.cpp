@@ -201,8 +201,10 @@ class Laboratory {
   double measure_optimizer() {
     const RankConfig config = make_rank_config(config_);
     const ParameterList model = model_parameters(config.stage);
-    Optimizer optimizer(*backend_.device, *backend_.ops, alone_, config.optimizer, rank_.stages(), model, nullptr,
-                        nullptr);
+    const std::int64_t count = Optimizer::partials_of(model);
+    const Buffer cells = backend_.device->allocate(static_cast<std::size_t>(count) * sizeof(float), MemoryKind::kStep);
+    Optimizer optimizer(*backend_.device, *backend_.ops, config.optimizer, rank_.stages(), model,
+                        make_tensor(cells.data(), DType::kF32, {1, count}), nullptr, nullptr);
     std::int64_t parameters = 0;
     for (const Parameter& p : model) parameters += p.real_rows * p.shape.cols;
     std::uint32_t step = 0;

@@ -37,7 +37,9 @@ class CountingDevice final : public Device {
   [[nodiscard]] std::size_t memory_peak() const override { return peak_; }
   [[nodiscard]] MemoryPool memory_pool() const override { return {}; }
 
-  HostMemory allocate_host(std::size_t) override { throw std::bad_alloc(); }  // nothing is ever read
+  HostMemory allocate_host(std::size_t bytes) override {
+    return {new unsigned char[bytes], [](unsigned char* p) noexcept { delete[] p; }};
+  }
 
   void copy(Stream&, void*, const void*, std::size_t) override {}
   void zero(Stream&, void*, std::size_t) override {}
@@ -89,7 +91,6 @@ class NoArithmetic final : public Ops {
   void attention_backward(Stream&, const AttentionBackwardArgs&) override {}
   void cross_entropy(Stream&, const CrossEntropyArgs&) override {}
   void update_scales(Stream&, const UpdateScalesArgs&) override {}
-  void advance_token(Stream&, std::uint64_t*) override {}
   void gradient_norm(Stream&, const GradientNormArgs&) override {}
   void clip_factor(Stream&, const ClipArgs&) override {}
   void adamw(Stream&, const AdamWArgs&) override {}

@@ -110,7 +110,8 @@ class Device {
   [[nodiscard]] virtual std::size_t memory_peak() const = 0;                               // bytes, all kinds
   [[nodiscard]] virtual MemoryPool memory_pool() const = 0;                                // now
 
-  // Page-locked where that lets downloads run at the link's rate; not zeroed. Throws std::bad_alloc.
+  // Page-locked where that lets downloads run at the link's rate and without the host's waiting for the stream; not
+  // zeroed. Throws std::bad_alloc.
   virtual HostMemory allocate_host(std::size_t bytes) = 0;
 
   // Enqueued on the stream, capturable.

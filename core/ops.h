@@ -40,7 +40,6 @@ class Ops {
   virtual void cross_entropy(Stream&, const CrossEntropyArgs&) = 0;
 
   virtual void update_scales(Stream&, const UpdateScalesArgs&) = 0;
-  virtual void advance_token(Stream&, std::uint64_t* counter) = 0;  // *counter += 1
 
   virtual void gradient_norm(Stream&, const GradientNormArgs&) = 0;
   virtual void clip_factor(Stream&, const ClipArgs&) = 0;

@@ -62,6 +62,10 @@ struct LayerNormBackwardArgs {
   Tensor grad_x;      // [T, h] activation type; may be the residual's memory
   Tensor grad_gamma;  // [1, h] FP32, adds
   Tensor grad_beta;   // [1, h] FP32, adds
+  // grad_x as quantize would write it, from the stored values, whose amax and column sums they are; empty: nothing.
+  Operand quantized;  // [T, h]
+  Quantizer quantizer;
+  Tensor grad_bias;  // [1, h] FP32, adds
 };
 
 struct QuantizeArgs {
@@ -128,10 +132,13 @@ struct AttentionArgs {
   Tensor v;
   Tensor out;  // [T, num_heads · head_dim]
   Tensor lse;  // [num_heads, T] FP32: log Σ exp of the scaled scores
+  // Forward: `out` as quantize would write it, from the stored values, whose amax it is; empty: nothing.
+  Operand quantized;  // [T, num_heads · head_dim]
+  Quantizer quantizer;
 };
 
 struct AttentionBackwardArgs {
-  AttentionArgs forward;  // q, k, v, out and lse as the forward left them
+  AttentionArgs forward;  // q, k, v, out and lse as the forward left them; without an operand
   Tensor grad_out;        // [T, num_heads · head_dim]
   Tensor grad_q, grad_k, grad_v;
   Tensor delta;  // [num_heads, T] FP32, scratch: Σ out · grad_out of a row
@@ -151,13 +158,14 @@ enum class AmaxAlgorithm : std::uint8_t { kMax, kMostRecent };
 
 // The delayed-scaling update of one chain of a stage (semantics.md 1.1), all slots in one launch.
 struct UpdateScalesArgs {
-  float* history;  // [slots, history_length]; element 0 of a slot is its current amax
-  float* scale;    // [slots]
-  int slots;
-  int history_length;
-  DType format;
-  int margin;
-  AmaxAlgorithm algorithm;
+  float* history = nullptr;  // [slots, history_length]; element 0 of a slot is its current amax
+  float* scale = nullptr;    // [slots]
+  int slots = 0;             // none: the token alone
+  int history_length = 1;
+  DType format = DType::kE4M3;
+  int margin = 0;
+  AmaxAlgorithm algorithm = AmaxAlgorithm::kMax;
+  std::uint64_t* token = nullptr;  // += 1; null: none
 };
 
 // One parameter in the optimizer's two launches.

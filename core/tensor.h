@@ -55,6 +55,7 @@ struct Operand {
   Tensor rowwise;
   Tensor columnwise;
   Tensor scale_inv;
+  [[nodiscard]] bool empty() const noexcept { return rowwise.empty() && columnwise.empty(); }
 };
 
 }  // namespace qe

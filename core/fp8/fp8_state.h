@@ -20,15 +20,18 @@ struct ScalingRecipe {
 class Fp8State {
  public:
   Fp8State() = default;  // no slots: every call does nothing
-  // Scales start at 1, histories at 0.
-  Fp8State(Device&, Stream&, std::vector<std::string> slot_names, const ScalingRecipe&);
+  // In `state`, memory of state_bytes() that is zero: the stage keeps its chains side by side. Scales start at 1,
+  // histories at 0.
+  Fp8State(Device&, Stream&, std::vector<std::string> slot_names, const ScalingRecipe&, float* state);
+  static std::size_t state_bytes(std::size_t slots, const ScalingRecipe&) noexcept;
 
   [[nodiscard]] int slots() const noexcept { return static_cast<int>(names_.size()); }
   [[nodiscard]] const std::string& name(int slot) const { return names_[static_cast<std::size_t>(slot)]; }
 
   // How an op quantizes into the slot; without amax for evaluation.
   [[nodiscard]] Quantizer quantizer(int slot, bool gather_amax) const;
-  void update(Ops&, Stream&) const;  // the rule of core/fp8/scale_rule.h, every slot, one launch
+  // The rule of core/fp8/scale_rule.h, every slot, one launch, in which *token += 1; null: no token.
+  void update(Ops&, Stream&, std::uint64_t* token) const;
 
   // [count, history_length] FP32; column 0 is the current amax. [1, count] FP32.
   [[nodiscard]] Tensor history(int first, int count) const;
@@ -40,17 +43,11 @@ class Fp8State {
   void scatter(Ops&, Stream&) const;
   [[nodiscard]] float* amaxes() const noexcept { return amaxes_.as<float>(); }
 
-  // The state as the step found it, so that a skipped step can put it back.
-  void save_step_start(Device&, Stream&) const;
-  void restore_step_start(Device&, Stream&) const;
-
  private:
-  [[nodiscard]] std::size_t state_bytes() const noexcept;
   [[nodiscard]] Tensor current() const;  // [slots, 1]: element 0 of each history
   std::vector<std::string> names_;
   ScalingRecipe recipe_;
-  Buffer state_;  // histories, then scales
-  Buffer step_start_;
+  float* state_ = nullptr;  // histories, then scales
   Buffer amaxes_;
 };
 

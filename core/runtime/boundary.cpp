@@ -183,4 +183,10 @@ void Boundary::mark_produced(const Action& a, SlotIndex slot) {
   }
 }
 
+void Boundary::synchronize() {
+  for (const auto* streams : {&to_peer_, &from_peer_}) {
+    for (const auto& [peer, stream] : *streams) device_.synchronize(*stream);
+  }
+}
+
 }  // namespace qe

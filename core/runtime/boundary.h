@@ -37,6 +37,8 @@ class Boundary {
   void deliver_inputs(const Action&, SlotIndex);  // ring entry or same-rank neighbour → the slot's own input
   void mark_produced(const Action&, SlotIndex);   // the action's outputs are on the graph stream
 
+  void synchronize();  // the host waits for every message
+
  private:
   struct RingEntry {
     Buffer memory;

@@ -15,13 +15,13 @@ void enqueue_evaluation(Device& device, Stream& graph, QEffect& contract, Bounda
     for (std::size_t i = stages.size(); i-- > 0;) {
       const TransformerStage* stage = stages[i];
       const int s = to_int(stage->index());
-      const std::int32_t microbatch = t - s;
+      const int microbatch = t - s;
       if (microbatch < 0 || microbatch >= microbatches) continue;
       const Action action{ActionKind::kForward, stage->index(), kBuffer};
       if (s > 0 && owner(s - 1) != owner(s)) boundary.run_message({ActionKind::kRecvF, stage->index(), kBuffer});
       boundary.order_rewrites(action, kSlot);
       contract.begin_evaluate(stage->index(), MicrobatchIndex{microbatch});
-      device.upload(graph, stage->microbatch_cell(kSlot), &microbatch, sizeof microbatch);
+      stage->set_evaluated(graph, MicrobatchIndex{microbatch});
       boundary.deliver_inputs(action, kSlot);
       executor.evaluate(stage->index(), kSlot);
       boundary.mark_produced(action, kSlot);

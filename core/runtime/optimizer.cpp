@@ -1,6 +1,7 @@
 #include "core/runtime/optimizer.h"
 
 #include <cmath>
+#include <cstring>
 
 #include "core/error.h"
 
@@ -20,14 +21,14 @@ double power(double base, std::uint64_t exponent) {
 
 }  // namespace
 
-Optimizer::Optimizer(Device& device, Ops& ops, Transport& transport, const OptimizerConfig& config,
-                     std::vector<const TransformerStage*> stages, const ParameterList& model, Probe* probe,
-                     StepTimeline* timeline)
-    : device_(device), ops_(ops), transport_(transport), config_(config), probe_(probe), timeline_(timeline) {
+Optimizer::Optimizer(Device& device, Ops& ops, const OptimizerConfig& config,
+                     std::vector<const TransformerStage*> stages, const ParameterList& model, const Tensor& partials,
+                     Probe* probe, StepTimeline* timeline)
+    : device_(device), ops_(ops), config_(config), probe_(probe), timeline_(timeline) {
   const auto count = static_cast<std::size_t>(model.size());
-  partials_ = device.allocate(2 * count * sizeof(float), MemoryKind::kStep);
   scalars_ = device.allocate(sizeof(OptimizerScalars), MemoryKind::kStep);
-  float* squares = partials_.as<float>();
+  result_ = device.allocate_host(sizeof(OptimizerScalars));
+  auto* squares = partials.as<float>();
   auto* scalars = scalars_.as<OptimizerScalars>();
   norm_args_ = {{}, squares, squares + count};
   clip_args_ = {squares, squares + count, model.size(), config.clip_grad, scalars};
@@ -91,17 +92,11 @@ void Optimizer::begin_step(Stream& stream, float learning_rate, std::uint32_t st
   scalars.step = step;
   device_.upload(stream, scalars_.data(), &scalars, sizeof scalars);
 
-  // Each cell belongs to one rank; the others add zero.
-  device_.zero(stream, partials_.data(), partials_.bytes());
   const StepTimeline::Span span(timeline_, stream, "optimizer", [] { return "gradient norm"; });
   ops_.gradient_norm(stream, norm_args_);
 }
 
-OptimizerScalars Optimizer::end_step(Stream& stream) {
-  {
-    const StepTimeline::Span span(timeline_, stream, "optimizer", [] { return "sum of norms"; });
-    transport_.all_reduce_sum(stream, partials_.as<float>(), 2 * clip_args_.count, Group::kPipeline);
-  }
+void Optimizer::end_step(Stream& stream) {
   if (probe_ != nullptr) {
     for (const StageMoments& m : stages_) {
       const ParameterList& parameters = m.stage->weights().parameters();
@@ -116,9 +111,12 @@ OptimizerScalars Optimizer::end_step(Stream& stream) {
     ops_.adamw(stream, adamw_args_);
   }
 
+  device_.download(stream, result_.get(), scalars_.data(), sizeof(OptimizerScalars));
+}
+
+OptimizerScalars Optimizer::result() {
   OptimizerScalars scalars{};
-  device_.download(stream, &scalars, scalars_.data(), sizeof scalars);
-  device_.synchronize(stream);
+  std::memcpy(&scalars, result_.get(), sizeof scalars);
   if (scalars.skip == 0) ++applied_updates_;
   return scalars;
 }

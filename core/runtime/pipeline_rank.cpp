@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <chrono>
+#include <numeric>
 
 #include "core/error.h"
 #include "core/runtime/evaluator.h"
@@ -32,12 +33,13 @@ PipelineRank::PipelineRank(Device& device, Ops& ops, Transport& transport, const
                                          *graph_, config.timeline);
   executor_ = std::make_unique<GraphExecutor>(device, *caller_, *graph_, stage_list_, *contract_,
                                               ExecutorConfig{config.captured, config.full_backward, config.peak_slots});
-  optimizer_ = std::make_unique<Optimizer>(device, ops, transport, config.optimizer, stage_list_, model_, trace,
-                                           config.timeline);
+  const Tensor partials = shared_.cols(loss_.shape.cols, Optimizer::partials_of(model_));
+  optimizer_ =
+      std::make_unique<Optimizer>(device, ops, config.optimizer, stage_list_, model_, partials, trace, config.timeline);
   const auto rank = static_cast<std::size_t>(transport.rank(Group::kPipeline));
   runner_ = std::make_unique<StepRunner>(
       device, transport, *contract_, *executor_, *boundary_, stage_list_, plan.schedule.actions.at(rank), *caller_,
-      *graph_, counters_.as<std::uint64_t>(), config.stage.fp8.scale_update, config.hooks, config.timeline);
+      *graph_, from_zero_.as<std::uint64_t>(), config.stage.fp8.scale_update, config.hooks, config.timeline);
   optimizer_->prepare(*caller_);
   device.synchronize();
   const auto start = std::chrono::steady_clock::now();
@@ -55,21 +57,26 @@ void PipelineRank::make_stages(const RankPlan& plan, Probe* probe) {
   for (int s = 0; s < static_cast<int>(rank_of_stage_.size()); ++s) {
     if (rank_of_stage_[static_cast<std::size_t>(s)] == rank) mine.push_back(s);
   }
-  tokens_ = device_.allocate(cells * sizeof(std::int32_t), MemoryKind::kStep);
-  targets_ = device_.allocate(cells * sizeof(std::int32_t), MemoryKind::kStep);
-  loss_ = device_.allocate(static_cast<std::size_t>(c.microbatches) * sizeof(float), MemoryKind::kStep);
+  batch_.resize(2 * cells);
+  device_batch_ = device_.allocate(2 * cells * sizeof(std::int32_t), MemoryKind::kStep);
+  const std::size_t counter_bytes = 2 * mine.size() * sizeof(std::uint64_t);
+  const std::int64_t shared = c.microbatches + Optimizer::partials_of(model_);
+  from_zero_ = device_.allocate(counter_bytes + static_cast<std::size_t>(shared) * sizeof(float), MemoryKind::kStep);
+  auto* counters = from_zero_.as<std::uint64_t>();
+  shared_ = make_tensor(from_zero_.as<unsigned char>() + counter_bytes, DType::kF32, {1, shared});
+  loss_ = shared_.cols(0, c.microbatches);
+  host_loss_ = device_.allocate_host(loss_.bytes());
   gradient_scale_ = device_.allocate(sizeof(float), MemoryKind::kStep);
-  counters_ = device_.allocate(2 * mine.size() * sizeof(std::uint64_t), MemoryKind::kStep);
   const float scale = 1.0f / (static_cast<float>(cells) * static_cast<float>(transport_.size(Group::kData)));
   device_.upload(*caller_, gradient_scale_.data(), &scale, sizeof scale);
 
   for (std::size_t i = 0; i < mine.size(); ++i) {
     const auto s = static_cast<std::size_t>(mine[i]);
-    std::uint64_t* counters = counters_.as<std::uint64_t>() + 2 * i;
-    const StageBuffers buffers{tokens_.as<std::int32_t>(),
-                               {targets_.as<std::int32_t>(), loss_.as<float>(), gradient_scale_.as<float>()},
-                               counters,
-                               counters + 1};
+    const auto* tokens = device_batch_.as<std::int32_t>();
+    const StageBuffers buffers{tokens,
+                               {tokens + cells, loss_.as<float>(), gradient_scale_.as<float>()},
+                               counters + 2 * i,
+                               counters + 2 * i + 1};
     stages_.push_back(std::make_unique<TransformerStage>(device_, ops_, *caller_, c, StageIndex{mine[i]},
                                                          config_.ranges.at(s), plan.slots.at(s), buffers, probe));
     if (config_.initialize) stages_.back()->weights().initialize(device_, *caller_, c.seed);
@@ -102,26 +109,24 @@ void PipelineRank::make_contract() {
 }
 
 void PipelineRank::upload_batch(std::span<const std::int32_t> tokens, std::span<const std::int32_t> targets) {
-  QE_EXPECTS(tokens.size() * sizeof(std::int32_t) == tokens_.bytes() && targets.size() == tokens.size(),
+  QE_EXPECTS(2 * tokens.size() == batch_.size() && targets.size() == tokens.size(),
              "a batch is M · T tokens and targets");
-  device_.upload(*caller_, tokens_.data(), tokens.data(), tokens_.bytes());
-  device_.upload(*caller_, targets_.data(), targets.data(), targets_.bytes());
-  device_.zero(*caller_, loss_.data(), loss_.bytes());
+  // Few operations: the first F waits for each of them, and the host has nothing else to do meanwhile.
+  std::copy(targets.begin(), targets.end(), std::copy(tokens.begin(), tokens.end(), batch_.begin()));
+  device_.upload(*caller_, device_batch_.data(), batch_.data(), device_batch_.bytes());
+  device_.zero(*caller_, from_zero_.data(), from_zero_.bytes());
 }
 
-void PipelineRank::share_losses() {
-  // Only the last stage's rank of each replica has losses; every other cell is zero.
-  const StepTimeline::Span span(config_.timeline, *caller_, "optimizer", [] { return "sum of losses"; });
-  transport_.all_reduce_sum(*caller_, loss_.as<float>(), config_.stage.microbatches, Group::kWorld);
+void PipelineRank::sum_over_ranks(const Tensor& cells) {
+  const StepTimeline::Span span(config_.timeline, *caller_, "optimizer", [] { return "sum over ranks"; });
+  transport_.all_reduce_sum(*caller_, cells.as<float>(), cells.shape.cols, Group::kPipeline);
+  if (transport_.size(Group::kData) == 1) return;
+  transport_.all_reduce_sum(*caller_, loss_.as<float>(), loss_.shape.cols, Group::kData);
 }
 
-double PipelineRank::loss_sum() {
-  std::vector<float> cells(static_cast<std::size_t>(config_.stage.microbatches));
-  device_.download(*caller_, cells.data(), loss_.data(), loss_.bytes());
-  device_.synchronize();
-  double sum = 0.0;
-  for (const float cell : cells) sum += static_cast<double>(cell);
-  return sum;
+double PipelineRank::loss_sum() const {
+  const auto* cells = reinterpret_cast<const float*>(host_loss_.get());
+  return std::accumulate(cells, cells + config_.stage.microbatches, 0.0);
 }
 
 StepResult PipelineRank::train_step(std::span<const std::int32_t> tokens, std::span<const std::int32_t> targets,
@@ -129,23 +134,20 @@ StepResult PipelineRank::train_step(std::span<const std::int32_t> tokens, std::s
   if (trace_ != nullptr) trace_->begin_step(step);
   if (config_.timeline != nullptr) config_.timeline->begin_step(*caller_);
   upload_batch(tokens, targets);
-  for (const TransformerStage* s : stage_list_) {
-    for (const Chain chain : {Chain::kForward, Chain::kBackward}) s->scaling(chain).save_step_start(device_, *caller_);
-  }
+  for (const TransformerStage* s : stage_list_) s->save_scaling(*caller_);
   runner_->run();
-  if (config_.hooks != nullptr) config_.hooks->before_optimizer();
-
-  // The losses travel while the norm is taken, and the host reads them last: until the update the device waits for
-  // nobody but the other ranks.
-  StepResult result;
+  // The device takes the norm while the host looks at what was done; nothing is updated before the contract has agreed.
   optimizer_->begin_step(*caller_, static_cast<float>(learning_rate), step);
-  share_losses();
-  result.scalars = optimizer_->end_step(*caller_);
-  result.loss_sum = loss_sum();
+  runner_->finalize();
+  if (config_.hooks != nullptr) config_.hooks->before_optimizer();
+  sum_over_ranks(shared_);
+  optimizer_->end_step(*caller_);
+  device_.download(*caller_, host_loss_.get(), loss_.data, loss_.bytes());
+  device_.synchronize(*caller_);
+  const OptimizerScalars scalars = optimizer_->result();
+  const StepResult result{loss_sum(), scalars};
   if (result.scalars.skip != 0) {
-    for (const TransformerStage* s : stage_list_) {
-      for (const Chain c : {Chain::kForward, Chain::kBackward}) s->scaling(c).restore_step_start(device_, *caller_);
-    }
+    for (const TransformerStage* s : stage_list_) s->restore_scaling(*caller_);
   }
   contract_->commit_step();
   for (const TransformerStage* s : stage_list_) {
@@ -162,10 +164,11 @@ double PipelineRank::evaluate(std::span<const std::int32_t> tokens, std::span<co
     if (contract_->needs_refresh(s->index())) runner_->refresh(s->index());
   }
   enqueue_evaluation(device_, *graph_, *contract_, *boundary_, *executor_, stage_list_, rank_of_stage_, microbatches);
-  share_losses();
-  const double sum = loss_sum();
+  sum_over_ranks(loss_);
+  device_.download(*caller_, host_loss_.get(), loss_.data, loss_.bytes());
+  device_.synchronize();
   contract_->complete_uses();
-  return sum;
+  return loss_sum();
 }
 
 std::vector<StateEntry> PipelineRank::state() const {

@@ -81,8 +81,10 @@ class PipelineRank {
   void make_stages(const RankPlan&, Probe*);
   void make_contract();
   void upload_batch(std::span<const std::int32_t> tokens, std::span<const std::int32_t> targets);
-  void share_losses();  // after it every rank's cells are the job's
-  double loss_sum();    // of the shared cells; waits for the device
+  // Cells of shared_, each of which one rank of a pipeline has and the others have zero: every rank's become the
+  // pipeline's, and the losses the job's.
+  void sum_over_ranks(const Tensor& cells);
+  [[nodiscard]] double loss_sum() const;  // of the job's losses, once the host has them
   void record_commit(const StepResult&, double learning_rate);
 
   Device& device_;
@@ -93,7 +95,13 @@ class PipelineRank {
   ParameterList model_;
   std::vector<int> rank_of_stage_;
   std::unique_ptr<Stream> caller_, graph_;
-  Buffer tokens_, targets_, loss_, gradient_scale_, counters_;
+  std::vector<std::int32_t> batch_;  // [2, M · T]: tokens, then targets
+  Buffer device_batch_;
+  Buffer from_zero_;  // zeroed by each step and evaluation: the stages' counters, then shared_
+  Tensor shared_;     // [1, M + partials]: losses, then the norm's partials, which one sum brings to every rank
+  Tensor loss_;       // [1, M]
+  HostMemory host_loss_{nullptr, nullptr};
+  Buffer gradient_scale_;
   std::vector<std::unique_ptr<TransformerStage>> stages_;
   std::vector<const TransformerStage*> stage_list_;
   std::unique_ptr<QEffect> contract_;

@@ -20,15 +20,16 @@ StepRunner::StepRunner(Device& device, Transport& transport, QEffect& contract, 
       counters_(counters),
       scale_update_(scale_update),
       hooks_(hooks),
-      timeline_(timeline) {
+      timeline_(timeline),
+      counted_(device.allocate_host(counter_bytes())) {
   if (transport.size(Group::kData) == 1) return;
   reduction_ = device.make_stream("reduction");
   gradients_done_ = device.make_event();
+  reductions_done_ = device.make_event();
 }
 
 void StepRunner::run() {
   reducing_.clear();
-  device_.zero(caller_, counters_, 2 * stages_.size() * sizeof(std::uint64_t));
   for (const Action& action : actions_) {
     if (hooks_ != nullptr && !hooks_->before(action, contract_)) continue;
     if (is_send(action.kind) || is_recv(action.kind)) {
@@ -39,7 +40,12 @@ void StepRunner::run() {
       run_compute(action);
     }
   }
-  finalize();
+  if (scale_update_ == ScaleUpdate::kStep) update_scales_of_step();
+  // On the graph stream, whose end the host waits for in finalize() while the caller stream goes on.
+  device_.download(graph_, counted_.get(), counters_, counter_bytes());
+  if (reduction_ == nullptr) return;
+  device_.record(*reductions_done_, *reduction_);
+  device_.wait(caller_, *reductions_done_);
 }
 
 void StepRunner::run_compute(const Action& action) {
@@ -50,10 +56,7 @@ void StepRunner::run_compute(const Action& action) {
   boundary_.order_rewrites(action, slot);
 
   ActionGuard guard = contract_.begin(action);
-  if (action.kind == ActionKind::kForward) {
-    const std::int32_t microbatch = to_int(action.microbatch);
-    device_.upload(graph_, stage->microbatch_cell(slot), &microbatch, sizeof microbatch);
-  }
+  if (action.kind == ActionKind::kForward) stage->set_microbatch(graph_, slot, action.microbatch);
   boundary_.deliver_inputs(action, slot);
   {
     const StepTimeline::Span span(timeline_, graph_, "compute", [&] { return to_string(action); });
@@ -112,22 +115,23 @@ void StepRunner::complete_reductions() {
   reducing_.clear();
 }
 
-void StepRunner::finalize() {
-  if (scale_update_ == ScaleUpdate::kStep) {
-    for (const TransformerStage* s : stages_) {
-      if (!s->scales_apart()) continue;
-      for (const Chain chain : {Chain::kForward, Chain::kBackward}) {
-        if (s->reduces_amaxes()) s->gather_amaxes(graph_, chain);
-        update_scales(*s, chain);
-      }
+void StepRunner::update_scales_of_step() {
+  for (const TransformerStage* s : stages_) {
+    if (!s->scales_apart()) continue;
+    for (const Chain chain : {Chain::kForward, Chain::kBackward}) {
+      if (s->reduces_amaxes()) s->gather_amaxes(graph_, chain);
+      update_scales(*s, chain);
     }
   }
-  counted_.assign(2 * stages_.size(), 0);
-  device_.download(caller_, counted_.data(), counters_, counted_.size() * sizeof(std::uint64_t));
-  device_.synchronize();
+}
+
+void StepRunner::finalize() {
+  device_.synchronize(graph_);
+  boundary_.synchronize();
+  if (reduction_ != nullptr) device_.synchronize(*reduction_);
   complete_reductions();
   contract_.complete_uses();
-  contract_.finalize_step(counted_);
+  contract_.finalize_step(counters());
 }
 
 }  // namespace qe

@@ -53,16 +53,35 @@ TransformerStage::TransformerStage(Device& device, Ops& ops, Stream& setup, cons
   if (range.head) head_.emplace(parts, buffers.loss);
 
   tape_ = std::make_unique<Tape>(device, parts.tape, slots, config.gradients.w_group);
-  microbatch_cells_ = device.allocate(static_cast<std::size_t>(slots) * sizeof(std::int32_t), MemoryKind::kStep);
+  const auto cells = static_cast<std::size_t>(slots) + 1;
+  microbatch_cells_ = device.allocate(cells * sizeof(std::int32_t), MemoryKind::kStep);
+  for (int slot = 0; slot < slots; ++slot) write_cell(setup, slot, MicrobatchIndex{slot});
   const auto recipe = [&](DType format) {
     return ScalingRecipe{format, config.fp8.amax_history_len, config.fp8.margin, config.fp8.amax_compute_algo};
   };
-  forward_state_ = Fp8State(device, setup, parts.forward_slots, recipe(config.fp8.forward_type()));
-  backward_state_ = Fp8State(device, setup, parts.backward_slots, recipe(config.fp8.backward_type()));
+  const ScalingRecipe forward = recipe(config.fp8.forward_type()), backward = recipe(config.fp8.backward_type());
+  const std::size_t forward_bytes = Fp8State::state_bytes(parts.forward_slots.size(), forward);
+  const std::size_t bytes = forward_bytes + Fp8State::state_bytes(parts.backward_slots.size(), backward);
+  scaling_ = device.allocate(bytes, MemoryKind::kScalingState);
+  scaling_at_start_ = device.allocate(bytes, MemoryKind::kScalingState);
+  auto* state = scaling_.as<float>();
+  forward_state_ = Fp8State(device, setup, parts.forward_slots, forward, state);
+  backward_state_ = Fp8State(device, setup, parts.backward_slots, backward, state + forward_bytes / sizeof(float));
 }
 
 StageRun TransformerStage::run(Stream& stream, SlotIndex slot, Pass pass) const {
-  return {ops_, device_, stream, *tape_, forward_state_, backward_state_, pass, slot, microbatch_cell(slot), probe_};
+  const int cell = pass == Pass::kEvaluate ? slots() : to_int(slot);
+  return {ops_,   device_,        stream,
+          *tape_, forward_state_, backward_state_,
+          pass,   slot,           microbatch_cells_.as<std::int32_t>() + cell,
+          probe_};
+}
+
+void TransformerStage::save_scaling(Stream& stream) const {
+  device_.copy(stream, scaling_at_start_.data(), scaling_.data(), scaling_.bytes());
+}
+void TransformerStage::restore_scaling(Stream& stream) const {
+  device_.copy(stream, scaling_.data(), scaling_at_start_.data(), scaling_.bytes());
 }
 
 void TransformerStage::refresh(Stream& stream) const {
@@ -155,25 +174,26 @@ void TransformerStage::gather_amaxes(Stream& stream, Chain chain) const { scalin
 
 void TransformerStage::update_scales(Stream& stream, Chain chain) const {
   if (reduces_amaxes_) scaling(chain).scatter(ops_, stream);
-  scaling(chain).update(ops_, stream);
-  if (reduces_amaxes_ && update_per_microbatch_) advance(stream, chain);
+  scaling(chain).update(ops_, stream, update_per_microbatch_ ? token(chain) : nullptr);
 }
 
-void TransformerStage::advance(Stream& stream, Chain chain) const {
-  ops_.advance_token(stream, chain == Chain::kForward ? buffers_.forward_counter : buffers_.backward_counter);
+std::uint64_t* TransformerStage::token(Chain chain) const {
+  return chain == Chain::kForward ? buffers_.forward_counter : buffers_.backward_counter;
 }
 
 void TransformerStage::finish_chain(const StageRun& r, Chain chain) const {
   if (reduces_amaxes_ && update_per_microbatch_) return gather_amaxes(r.stream, chain);
-  if (update_per_microbatch_) update_scales(r.stream, chain);
-  if (probe_ != nullptr) {
-    const Fp8State& state = scaling(chain);
-    for (int s = 0; s < state.slots(); ++s) {
-      r.record(ProbeCategory::kAmaxHistory, state.name(s), state.history(s, 1));
-      r.record(ProbeCategory::kScale, state.name(s), state.scale(s, 1));
-    }
+  if (update_per_microbatch_) {
+    update_scales(r.stream, chain);
+  } else {
+    ops_.update_scales(r.stream, {.token = token(chain)});
   }
-  advance(r.stream, chain);
+  if (probe_ == nullptr) return;
+  const Fp8State& state = scaling(chain);
+  for (int s = 0; s < state.slots(); ++s) {
+    r.record(ProbeCategory::kAmaxHistory, state.name(s), state.history(s, 1));
+    r.record(ProbeCategory::kScale, state.name(s), state.scale(s, 1));
+  }
 }
 
 void TransformerStage::record_forward(const StageRun& r, const Layer& l) const {
@@ -199,9 +219,16 @@ Tensor TransformerStage::input(SlotIndex s) const { return tape_->at(input_, s);
 Tensor TransformerStage::output(SlotIndex s) const { return tape_->at(layers_.back().out, s); }
 Tensor TransformerStage::output_grad() const { return tape_->at(output_grad_, SlotIndex{0}); }
 Tensor TransformerStage::input_grad(SlotIndex s) const { return tape_->at(input_grad_, s); }
-std::int32_t* TransformerStage::microbatch_cell(SlotIndex s) const {
-  return microbatch_cells_.as<std::int32_t>() + to_int(s);
+void TransformerStage::write_cell(Stream& stream, int cell, MicrobatchIndex m) const {
+  const std::int32_t microbatch = to_int(m);
+  device_.upload(stream, microbatch_cells_.as<std::int32_t>() + cell, &microbatch, sizeof microbatch);
 }
+
+void TransformerStage::set_microbatch(Stream& stream, SlotIndex slot, MicrobatchIndex m) const {
+  if (slots() < microbatches_) write_cell(stream, to_int(slot), m);
+}
+
+void TransformerStage::set_evaluated(Stream& stream, MicrobatchIndex m) const { write_cell(stream, slots(), m); }
 
 std::vector<const Linear*> TransformerStage::linears() const {
   std::vector<const Linear*> all;

@@ -54,6 +54,10 @@ class TransformerStage {
   void gather_amaxes(Stream&, Chain) const;
   void update_scales(Stream&, Chain) const;
 
+  // The scaling state as the step found it, so that a skipped step can put it back.
+  void save_scaling(Stream&) const;
+  void restore_scaling(Stream&) const;
+
   // By parameter, what an update writes beside the new masters. Only where caches_follow_update().
   [[nodiscard]] WeightCopies weight_copies() const;
 
@@ -62,8 +66,10 @@ class TransformerStage {
   [[nodiscard]] Tensor output(SlotIndex) const;
   [[nodiscard]] Tensor output_grad() const;          // read by the next I, whatever its slot; not on the last stage
   [[nodiscard]] Tensor input_grad(SlotIndex) const;  // not on the first stage
-  // Which microbatch the slot holds: read by ops at run time, set before each F.
-  [[nodiscard]] std::int32_t* microbatch_cell(SlotIndex) const;
+  // Before each F: which microbatch the slot will hold, read by ops at run time. Nothing to enqueue where every
+  // microbatch has its own slot, whose cell was written once.
+  void set_microbatch(Stream&, SlotIndex, MicrobatchIndex) const;
+  void set_evaluated(Stream&, MicrobatchIndex) const;  // the same before evaluate(), which has a cell of its own
 
   [[nodiscard]] StageIndex index() const noexcept { return index_; }
   [[nodiscard]] const StageRange& range() const noexcept { return range_; }
@@ -94,7 +100,8 @@ class TransformerStage {
   [[nodiscard]] StageRun run(Stream&, SlotIndex, Pass) const;
   void forward_pass(const StageRun&) const;
   void finish_chain(const StageRun&, Chain) const;
-  void advance(Stream&, Chain) const;  // the chain's token + 1
+  [[nodiscard]] std::uint64_t* token(Chain) const;
+  void write_cell(Stream&, int cell, MicrobatchIndex) const;
   [[nodiscard]] Tensor layer_input(const StageRun&, std::size_t layer) const;
   void record_forward(const StageRun&, const Layer&) const;
   void record_input_grad(const StageRun&, const Layer&, const Tensor& dx) const;
@@ -117,7 +124,8 @@ class TransformerStage {
   std::optional<OutputHead> head_;
   FieldId input_{}, input_grad_{}, output_grad_{}, d_layer_{}, d_middle_{};
   std::unique_ptr<Tape> tape_;
-  Buffer microbatch_cells_;
+  Buffer microbatch_cells_;            // [slots + 1]: the last is evaluation's
+  Buffer scaling_, scaling_at_start_;  // both chains' states
   Fp8State forward_state_, backward_state_;
 };
 

@@ -49,9 +49,6 @@ void CpuOps::cross_entropy(Stream& s, const CrossEntropyArgs& a) {
 void CpuOps::update_scales(Stream& s, const UpdateScalesArgs& a) {
   device_.enqueue(s, [a] { cpu::update_scales(a); });
 }
-void CpuOps::advance_token(Stream& s, std::uint64_t* counter) {
-  device_.enqueue(s, [counter] { ++*counter; });
-}
 void CpuOps::gradient_norm(Stream& s, const GradientNormArgs& a) {
   device_.enqueue(s, [a] { cpu::gradient_norm(a); });
 }

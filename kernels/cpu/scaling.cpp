@@ -30,6 +30,7 @@ void update_scales(const UpdateScalesArgs& a) {
     float* history = a.history + static_cast<std::ptrdiff_t>(slot) * a.history_length;
     a.scale[slot] = update_slot(history, a.history_length, a.scale[slot], a.format, a.margin, a.algorithm);
   }
+  if (a.token != nullptr) ++*a.token;
 }
 
 // A tensor of zeros gets qmax / 1e-12; one with an Inf gets 0, whose scale_inv of Inf carries it into the loss.

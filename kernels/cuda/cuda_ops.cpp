@@ -59,9 +59,6 @@ void CudaOps::cross_entropy(Stream& s, const CrossEntropyArgs& a) {
 void CudaOps::update_scales(Stream& s, const UpdateScalesArgs& a) {
   run("update_scales", cuda::update_scales, device_.launch_on(s), a);
 }
-void CudaOps::advance_token(Stream& s, std::uint64_t* counter) {
-  run("advance_token", cuda::advance_token, device_.launch_on(s), counter);
-}
 void CudaOps::gradient_norm(Stream& s, const GradientNormArgs& a) {
   run("gradient_norm", cuda::gradient_norm, device_.launch_on(s), a);
 }

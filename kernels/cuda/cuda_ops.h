@@ -28,7 +28,6 @@ class CudaOps final : public Ops, public GemmChooser {
   void attention_backward(Stream&, const AttentionBackwardArgs&) override;
   void cross_entropy(Stream&, const CrossEntropyArgs&) override;
   void update_scales(Stream&, const UpdateScalesArgs&) override;
-  void advance_token(Stream&, std::uint64_t* counter) override;
   void gradient_norm(Stream&, const GradientNormArgs&) override;
   void clip_factor(Stream&, const ClipArgs&) override;
   void adamw(Stream&, const AdamWArgs&) override;

@@ -38,6 +38,12 @@ cudaDeviceProp properties_of(int ordinal) {
   return properties;
 }
 
+bool is_page_locked(const void* host) {
+  cudaPointerAttributes attributes{};
+  QE_CUDA_CHECK(cudaPointerGetAttributes(&attributes, host));
+  return attributes.type == cudaMemoryTypeHost;
+}
+
 std::string gibibytes(std::size_t bytes) {
   char text[32];
   std::snprintf(text, sizeof text, "%.2f", static_cast<double>(bytes) / static_cast<double>(std::size_t{1} << 30));
@@ -304,7 +310,7 @@ void CudaDevice::download(Stream& s, void* host_to, const void* from, std::size_
   if (bytes == 0) return;
   CudaStream& stream = stream_of(s);
   if (capture_ == nullptr) {
-    stream.wait_under_deadline();
+    if (!is_page_locked(host_to)) stream.wait_under_deadline();
     QE_CUDA_CHECK(cudaMemcpyAsync(host_to, from, bytes, cudaMemcpyDeviceToHost, stream.handle()));
     return;
   }

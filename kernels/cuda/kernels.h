@@ -24,7 +24,6 @@ void attention_forward(const Launch&, const AttentionArgs&);
 void attention_backward(const Launch&, const AttentionBackwardArgs&);
 void cross_entropy(const Launch&, const CrossEntropyArgs&);
 void update_scales(const Launch&, const UpdateScalesArgs&);
-void advance_token(const Launch&, std::uint64_t* counter);
 void gradient_norm(const Launch&, const GradientNormArgs&);
 void clip_factor(const Launch&, const ClipArgs&);
 void adamw(const Launch&, const AdamWArgs&);

@@ -1,4 +1,4 @@
-// Scales of FP8 tensors: the delayed update of a chain's slots, the dynamic scale of one tensor, the effect token.
+// Scales of FP8 tensors: the delayed update of a chain's slots with the effect token, the dynamic scale of one tensor.
 // What a scale is made from its amax is core/fp8/scale_rule.h, shared with the other backends.
 #include <algorithm>
 
@@ -24,10 +24,13 @@ __device__ std::uint32_t block_max(std::uint32_t value) {
   return all;
 }
 
-// A block a slot. The history moves by one towards index 1: entries are read kThreads · kEntries at a time, ascending,
-// and written after all threads have read, so none is overwritten before it moved. Bytes: 8 an entry.
+// A block a slot, the first of them counts the token. The history moves by one towards index 1: entries are read
+// kThreads · kEntries at a time, ascending, and written after all threads have read, so none is overwritten before it
+// moved. Bytes: 8 an entry.
 __global__ void __launch_bounds__(kThreads) update_slots(const UpdateScalesArgs a) {
   const int thread = static_cast<int>(threadIdx.x), length = a.history_length;
+  if (a.token != nullptr && blockIdx.x == 0 && thread == 0) *a.token += 1;
+  if (a.slots == 0) return;
   float* history = a.history + static_cast<std::int64_t>(blockIdx.x) * length;
   const float current = history[0];
   if (current == 0.0f) return;
@@ -54,8 +57,6 @@ __global__ void __launch_bounds__(kThreads) update_slots(const UpdateScalesArgs 
   const float m = a.algorithm == AmaxAlgorithm::kMax ? __uint_as_float(window) : current;
   a.scale[blockIdx.x] = scale_from_amax(m, a.scale[blockIdx.x], a.format, a.margin);
 }
-
-__global__ void add_one(std::uint64_t* counter) { *counter += 1; }
 
 constexpr int kLoads = 4;  // of eight elements in flight in a thread
 
@@ -108,13 +109,9 @@ void gather(const Launch& launch, const Tensor& given, bool round, int blocks) {
 }  // namespace
 
 void update_scales(const Launch& launch, const UpdateScalesArgs& a) {
-  if (a.slots == 0) return;
-  QE_EXPECTS(a.slots > 0 && a.history_length >= 1 && is_fp8(a.format), "slots have an FP8 format and a history");
-  launch_kernel({dim3(static_cast<unsigned>(a.slots)), kThreads, 1, launch.stream}, &update_slots, a);
-}
-
-void advance_token(const Launch& launch, std::uint64_t* counter) {
-  launch_kernel({dim3(1), 1, 1, launch.stream}, &add_one, counter);
+  if (a.slots == 0 && a.token == nullptr) return;
+  QE_EXPECTS(a.slots >= 0 && a.history_length >= 1 && is_fp8(a.format), "slots have an FP8 format and a history");
+  launch_kernel({dim3(static_cast<unsigned>(std::max(a.slots, 1))), kThreads, 1, launch.stream}, &update_slots, a);
 }
 
 // Two launches: block maxima into scratch memory, then the scale. A tensor of zeros gets qmax / 1e-12; one with an Inf

@@ -1,4 +1,5 @@
 // What the CUDA device promises: order within a stream, edges between streams, what a graph keeps, where memory goes.
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -116,6 +117,26 @@ TEST_CASE("a wait edge holds, and one of an event that was never recorded is non
     t.device.synchronize(*t.b);
     CHECK(host[0] == i);
   }
+}
+
+TEST_CASE("a download into page-locked memory does not hold the host back") {
+  if (!has_device()) return;
+  TwoStreams t;
+  const Bytes sent = pattern(64, 3);
+  Buffer cell = t.device.allocate(sent.size(), MemoryKind::kStep);
+  t.device.upload(*t.a, cell.data(), sent.data(), sent.size());
+  const HostMemory host = t.device.allocate_host(sent.size());
+  std::atomic<bool> queued = false;
+  bool in_time = false;
+  t.device.host_call(*t.a, [&] {
+    for (int i = 0; i < 5000 && !queued; ++i) sleep_ms(1);
+    in_time = queued;
+  });
+  t.device.download(*t.a, host.get(), cell.data(), sent.size());
+  queued = true;
+  t.device.synchronize(*t.a);
+  CHECK(in_time);
+  CHECK(Bytes(host.get(), host.get() + sent.size()) == sent);
 }
 
 TEST_CASE("synchronize waits for every stream of the device") {

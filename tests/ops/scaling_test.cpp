@@ -112,11 +112,15 @@ TEST_CASE("the dynamic scale finds the largest value wherever it lies, and nothi
   });
 }
 
-TEST_CASE("a token advances by one in every call") {
+TEST_CASE("a token advances by one in every call, with the slots and alone, whatever their amaxes") {
   on_every_backend([](DeviceArrays& d) {
-    auto* counter = d.array<std::uint64_t>({(std::uint64_t{1} << 32) - 1});
-    d.ops().advance_token(d.stream(), counter);
-    d.ops().advance_token(d.stream(), counter);
-    CHECK(d.read(counter, 1)[0] == (std::uint64_t{1} << 32) + 1);
+    auto* token = d.array<std::uint64_t>({(std::uint64_t{1} << 32) - 1});
+    float* history = d.array<float>({0.0f, 1.0f, 4.0f, 0.0f});  // the first slot has nothing to move
+    float* scale = d.array<float>({3.0f, 3.0f});
+    d.ops().update_scales(d.stream(), {.token = token});
+    d.ops().update_scales(d.stream(), {history, scale, 2, 2, DType::kE4M3, 0, AmaxAlgorithm::kMostRecent, token});
+    CHECK(d.read(token, 1)[0] == (std::uint64_t{1} << 32) + 1);
+    CHECK(d.read(scale, 2) == std::vector<float>{3.0f, 112.0f});
+    CHECK(d.read(history, 4) == std::vector<float>{0.0f, 1.0f, 0.0f, 4.0f});
   });
 }

@@ -77,10 +77,8 @@ class InterceptedOps : public Ops {
   }
   void update_scales(Stream& s, const UpdateScalesArgs& a) override {
     // The first slot's scale: of an activation, so that the next microbatch meets it.
-    pass({"update_scales", s, make_tensor(a.scale, DType::kF32, {1, 1})}, [&] { ops_.update_scales(s, a); });
-  }
-  void advance_token(Stream& s, std::uint64_t* counter) override {
-    pass({"advance_token", s, {}}, [&] { ops_.advance_token(s, counter); });
+    const Tensor scale = a.slots == 0 ? Tensor{} : make_tensor(a.scale, DType::kF32, {1, 1});
+    pass({"update_scales", s, scale}, [&] { ops_.update_scales(s, a); });
   }
   void gradient_norm(Stream& s, const GradientNormArgs& a) override {
     pass({"gradient_norm", s, {}}, [&] { ops_.gradient_norm(s, a); });

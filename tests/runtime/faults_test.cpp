@@ -41,14 +41,13 @@ constexpr const char* kOperations[] = {"embedding_forward",
                                        "attention_backward",
                                        "cross_entropy",
                                        "update_scales",
-                                       "advance_token",
                                        "gradient_norm",
                                        "clip_factor",
                                        "adamw"};
 
 // Does the operation make a tensor that the step goes on with?
 bool makes_tensor(const std::string& name) {
-  return name != "advance_token" && name != "gradient_norm" && name != "clip_factor" && name != "adamw";
+  return name != "gradient_norm" && name != "clip_factor" && name != "adamw";
 }
 
 }  // namespace
@@ -178,7 +177,7 @@ TEST_CASE("an update of scaling state that is lost on the device is an order vio
   for (const char* mode : {"execution.mode=eager", "execution.mode=graph"}) {
     for (const int nth : {1, 2}) {  // of microbatch 0's F and I; captured, those of the only slot
       Program one(config_with({mode}), [&](Ops& ops, Device&) {
-        return std::make_unique<DroppingOps>(ops, nth_call("advance_token", nth));
+        return std::make_unique<DroppingOps>(ops, nth_call("update_scales", nth));
       });
       const auto report = violation([&] { one.step(1); });
       INFO(mode << " " << nth);
