@@ -3,10 +3,14 @@
 // (1 + tanh z)/2 is the logistic function s of 2z, so with z = sqrt(2/pi) · (u + 0.044715 u³)
 //   gelu(u)  = u · s                             s = 1 / (1 + e^(−2z))
 //   gelu'(u) = s + u · s · (1 − s) · 2 dz/du     1 − s = s · e^(−2z)
-// without the cancellation of 1 + tanh. Errors: expf 2 units of the last place, the reciprocal 1, each product 1/2, and
-// 2|z| units of the exponent's argument where e^(−2z) is not small: below 2^-22 |u| in all.
+// without the cancellation of 1 + tanh. The kernels' time is their instructions, so powers and reciprocals are the
+// hardware's: 2 units of the last place and one, and 2|z| · 2^-24 from the exponent's argument, which counts only as
+// far as s · (1 − s) does: below 2^-22 |u| in all.
+#include <numbers>
+
 #include "kernels/cuda/elementwise_tile.cuh"
 #include "kernels/cuda/kernels.h"
+#include "kernels/cuda/mma_sync.cuh"
 
 namespace qe::cuda {
 namespace {
@@ -14,25 +18,35 @@ namespace {
 constexpr float kLinear = 1.59576912f;   // 2 sqrt(2/pi)
 constexpr float kCubic = 0.0713548163f;  // 2 sqrt(2/pi) · 0.044715
 constexpr float kCubicDerivative = 3.0f * kCubic;
+constexpr float kLog2e = std::numbers::log2e_v<float>;
 constexpr float kSaturated = 9.875f;  // from here on s and the derivative are 0 or 1 within 1e-34, and e^|2z| < 2^123
 
-// u within the range in which s moves; a NaN stays.
-__device__ __forceinline__ float within_range(float u) { return fabsf(u) > kSaturated ? copysignf(kSaturated, u) : u; }
+// A NaN stays one, which fmaxf and fminf would not do.
+__device__ __forceinline__ float at_least(float bound, float u) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(u) : "f"(bound));
+  return u;
+}
+__device__ __forceinline__ float at_most(float bound, float u) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(u) : "f"(bound));
+  return u;
+}
+// u within the range in which s moves.
+__device__ __forceinline__ float within_range(float u) { return at_most(kSaturated, at_least(-kSaturated, u)); }
 
 // e^(−2z)
-__device__ __forceinline__ float exponential(float u) { return expf(-u * __fmaf_rn(kCubic, u * u, kLinear)); }
+__device__ __forceinline__ float exponential(float u) {
+  return exp2_approximate(-u * __fmaf_rn(kCubic * kLog2e, u * u, kLinear * kLog2e));
+}
 
-// 1 / x for x in [1, 2^125] within a unit of the last place. Without __frcp_rn's branch for extreme arguments, which
-// would take one element after the other.
+// 1 / x for x in [1, 2^125]
 __device__ __forceinline__ float reciprocal(float x) {
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return __fmaf_rn(r, -__fmaf_rn(x, r, -1.0f), r);
+  return r;
 }
 
 __device__ __forceinline__ float gelu(float u) {
-  const float s = reciprocal(1.0f + exponential(within_range(u)));
-  return (u < -kSaturated ? -kSaturated : u) * s;
+  return at_least(-kSaturated, u) * reciprocal(1.0f + exponential(within_range(u)));
 }
 
 __device__ __forceinline__ float gelu_derivative(float u) {
