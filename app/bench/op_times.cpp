@@ -127,9 +127,14 @@ class OpBench {
     add("layernorm_quantize", text(x.shape), bytes(x) + bytes(normed), 0,
         [&] { ops_.layernorm_quantize(*stream_, forward); });
     const Tensor grad = random(activation(), x.shape), dx = zeros(activation(), x.shape);
-    const LayerNormBackwardArgs backward{
+    LayerNormBackwardArgs backward{
         grad, x, mean, rstd, gamma, residual, dx, zeros(DType::kF32, {1, hidden()}), zeros(DType::kF32, {1, hidden()})};
-    add("layernorm_backward_residual", text(x.shape), 4 * bytes(x), 0,
+    if (fp8()) {
+      backward.quantized = operand(backward_type(), x.shape);
+      backward.quantizer = quantizer();
+      backward.grad_bias = zeros(DType::kF32, {1, hidden()});
+    }
+    add("layernorm_backward_residual", text(x.shape), 4 * bytes(x) + bytes(backward.quantized), 0,
         [&] { ops_.layernorm_backward_residual(*stream_, backward); });
     for (const std::int64_t n : {hidden(), 3 * hidden()}) {
       const QuantizeArgs q{random(activation(), {tokens(), n}), operand(backward_type(), {tokens(), n}), quantizer(),
@@ -152,22 +157,28 @@ class OpBench {
     const int heads = config_.model.num_attention_heads, dim = config_.model.head_dim();
     const Tensor qkv = random(activation(), {tokens(), 3 * hidden()});
     const Tensor dqkv = zeros(activation(), qkv.shape), out = zeros(activation(), {tokens(), hidden()});
-    AttentionArgs a{config_.micro_batch_size,
-                    config_.seq_length,
-                    heads,
-                    heads,
-                    dim,
-                    1.0f / std::sqrt(static_cast<float>(dim)),
-                    qkv.cols(0, hidden()),
-                    qkv.cols(hidden(), hidden()),
-                    qkv.cols(2 * hidden(), hidden()),
-                    out,
-                    zeros(DType::kF32, {heads, tokens()})};
+    const AttentionArgs a{config_.micro_batch_size,
+                          config_.seq_length,
+                          heads,
+                          heads,
+                          dim,
+                          1.0f / std::sqrt(static_cast<float>(dim)),
+                          qkv.cols(0, hidden()),
+                          qkv.cols(hidden(), hidden()),
+                          qkv.cols(2 * hidden(), hidden()),
+                          out,
+                          zeros(DType::kF32, {heads, tokens()})};
     // Two products over the causal half of L × L.
     const std::int64_t flops = 2 * tokens() * config_.seq_length * hidden();
     const std::string shape = std::to_string(a.sequences) + " x " + std::to_string(a.sequence_length) + ", " +
                               std::to_string(heads) + " heads x " + std::to_string(dim);
-    add("attention_forward", shape, bytes(qkv) + bytes(out), flops, [&] { ops_.attention_forward(*stream_, a); });
+    AttentionArgs forward = a;
+    if (fp8()) {
+      forward.quantized = operand(forward_type(), out.shape);
+      forward.quantizer = quantizer();
+    }
+    add("attention_forward", shape, bytes(qkv) + bytes(out) + bytes(forward.quantized), flops,
+        [&] { ops_.attention_forward(*stream_, forward); });
     const AttentionBackwardArgs b{a,
                                   random(activation(), out.shape),
                                   dqkv.cols(0, hidden()),

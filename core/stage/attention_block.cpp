@@ -82,14 +82,16 @@ void AttentionBlock::refresh(Ops& ops, Stream& stream, const Fp8State& forward_s
 void AttentionBlock::forward(const StageRun& run, const Tensor& x, const Tensor& out) const {
   norm_.forward(run, x, qkv_.input(run), qkv_.input_quantizer(run));
   qkv_.forward(run, {}, run.at(qkv_out_));
-  const AttentionArgs a = attention(run);
+  AttentionArgs a = attention(run);
+  if (proj_.fp8()) {
+    a.quantized = proj_.input(run);
+    a.quantizer = proj_.input_quantizer(run);
+  }
   run.ops.attention_forward(run.stream, a);
-  if (proj_.fp8()) run.ops.quantize(run.stream, {a.out, proj_.input(run), proj_.input_quantizer(run), {}});
   proj_.forward(run, x, out);
 }
 
 void AttentionBlock::input_grad(const StageRun& run, const Tensor& x, const Tensor& d_out, const Tensor& dx) const {
-  proj_.quantize_output_grad(run, d_out);
   const Tensor d_attended = run.at(d_attended_);
   proj_.input_grad(run, d_attended);
 
@@ -100,7 +102,7 @@ void AttentionBlock::input_grad(const StageRun& run, const Tensor& x, const Tens
   qkv_.quantize_output_grad(run, d_qkv);
   const Tensor d_norm = run.at(d_norm_);
   qkv_.input_grad(run, d_norm);
-  norm_.backward(run, d_norm, x, d_out, dx);
+  norm_.backward(run, d_norm, x, d_out, dx, nullptr);
 }
 
 void AttentionBlock::weight_grad(const StageRun& run, int count, MicrobatchIndex first, bool first_write) const {

@@ -13,7 +13,7 @@ class AttentionBlock {
 
   void refresh(Ops&, Stream&, const Fp8State& forward_state) const;
   void forward(const StageRun&, const Tensor& x, const Tensor& out) const;  // [T, h] each
-  // d_out and dx may not be the same memory.
+  // d_out is in proj's tape and bias gradient already; it and dx may not be the same memory.
   void input_grad(const StageRun&, const Tensor& x, const Tensor& d_out, const Tensor& dx) const;
   void weight_grad(const StageRun&, int count, MicrobatchIndex first, bool first_write) const;
 

@@ -50,15 +50,15 @@ void MlpBlock::forward(const StageRun& run, const Tensor& x, const Tensor& out) 
   fc2_.forward(run, x, out);
 }
 
-void MlpBlock::input_grad(const StageRun& run, const Tensor& x, const Tensor& d_out, const Tensor& dx) const {
-  fc2_.quantize_output_grad(run, d_out);
+void MlpBlock::input_grad(const StageRun& run, const Tensor& x, const Tensor& d_out, const Tensor& dx,
+                          const Linear* producer) const {
   const Tensor d_gelu = run.at(d_gelu_);
   fc2_.input_grad(run, d_gelu);
   run.ops.gelu_backward_quantize_bias(
       run.stream, {run.at(u_), d_gelu, fc1_.output_grad(run), fc1_.output_grad_quantizer(run), fc1_.bias_grad()});
   const Tensor d_norm = run.at(d_norm_);
   fc1_.input_grad(run, d_norm);
-  norm_.backward(run, d_norm, x, d_out, dx);
+  norm_.backward(run, d_norm, x, d_out, dx, producer);
 }
 
 void MlpBlock::weight_grad(const StageRun& run, int count, MicrobatchIndex first, bool first_write) const {

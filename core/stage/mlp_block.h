@@ -13,8 +13,9 @@ class MlpBlock {
 
   void refresh(Ops&, Stream&, const Fp8State& forward_state) const;
   void forward(const StageRun&, const Tensor& x, const Tensor& out) const;  // [T, h] each
-  // d_out and dx may not be the same memory.
-  void input_grad(const StageRun&, const Tensor& x, const Tensor& d_out, const Tensor& dx) const;
+  // d_out is in fc2's tape and bias gradient already; it and dx may not be the same memory. `producer` as in Norm.
+  void input_grad(const StageRun&, const Tensor& x, const Tensor& d_out, const Tensor& dx,
+                  const Linear* producer) const;
   void weight_grad(const StageRun&, int count, MicrobatchIndex first, bool first_write) const;
 
   [[nodiscard]] const Linear& fc1() const noexcept { return fc1_; }

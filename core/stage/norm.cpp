@@ -1,5 +1,7 @@
 #include "core/stage/norm.h"
 
+#include "core/stage/linear.h"
+
 namespace qe {
 
 namespace {
@@ -28,10 +30,23 @@ void Norm::forward(const StageRun& run, const Tensor& x, const Operand& out, con
                                           quantizer, run.at(mean_), run.at(rstd_)});
 }
 
-void Norm::backward(const StageRun& run, const Tensor& dy, const Tensor& x, const Tensor& residual,
-                    const Tensor& dx) const {
-  run.ops.layernorm_backward_residual(run.stream, {dy, x, run.at(mean_), run.at(rstd_), weights_->master(weight_),
-                                                   residual, dx, gradients_->main(weight_), gradients_->main(bias_)});
+void Norm::backward(const StageRun& run, const Tensor& dy, const Tensor& x, const Tensor& residual, const Tensor& dx,
+                    const Linear* producer) const {
+  LayerNormBackwardArgs a{dy,
+                          x,
+                          run.at(mean_),
+                          run.at(rstd_),
+                          weights_->master(weight_),
+                          residual,
+                          dx,
+                          gradients_->main(weight_),
+                          gradients_->main(bias_)};
+  if (producer != nullptr) {
+    a.quantized = producer->output_grad(run);
+    a.quantizer = producer->output_grad_quantizer(run);
+    a.grad_bias = producer->bias_grad();
+  }
+  run.ops.layernorm_backward_residual(run.stream, a);
 }
 
 void Norm::record_vector_grads(const StageRun& run) const {

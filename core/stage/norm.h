@@ -7,6 +7,8 @@
 
 namespace qe {
 
+class Linear;
+
 class Norm {
  public:
   // Declares name.weight and name.bias.
@@ -15,8 +17,11 @@ class Norm {
 
   // x [T, h] → out, quantized as `quantizer` says.
   void forward(const StageRun&, const Tensor& x, const Operand& out, const Quantizer&) const;
-  // dx = backward(dy) + residual (empty: none); adds the parameters' gradients.
-  void backward(const StageRun&, const Tensor& dy, const Tensor& x, const Tensor& residual, const Tensor& dx) const;
+  // dx = backward(dy) + residual (empty: none); adds the parameters' gradients. `producer` is the Linear whose Y x is:
+  // dx goes into its tape and bias gradient as by quantize_output_grad. Null, and so always for the Linear of another
+  // layer: dx alone, for the sums' order would show where the model is cut.
+  void backward(const StageRun&, const Tensor& dy, const Tensor& x, const Tensor& residual, const Tensor& dx,
+                const Linear* producer) const;
   void record_vector_grads(const StageRun&) const;
 
  private:

@@ -49,11 +49,11 @@ void OutputHead::forward(const StageRun& run, const Tensor& x) const {
                                      run.pass == Pass::kTrain, loss_.gradient_scale});
 }
 
-void OutputHead::input_grad(const StageRun& run, const Tensor& x, const Tensor& dx) const {
+void OutputHead::input_grad(const StageRun& run, const Tensor& x, const Tensor& dx, const Linear* producer) const {
   projection_.quantize_output_grad(run, run.at(logits_));
   const Tensor d_norm = run.at(d_norm_);
   projection_.input_grad(run, d_norm);
-  norm_.backward(run, d_norm, x, {}, dx);
+  norm_.backward(run, d_norm, x, {}, dx, producer);
 }
 
 void OutputHead::weight_grad(const StageRun& run, int count, MicrobatchIndex first, bool first_write) const {

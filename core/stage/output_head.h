@@ -23,7 +23,7 @@ class OutputHead {
   void refresh(Ops&, Stream&, const Fp8State& forward_state) const;
   // In training the logits become dlogits on the tape; in evaluation only the loss is computed.
   void forward(const StageRun&, const Tensor& x) const;
-  void input_grad(const StageRun&, const Tensor& x, const Tensor& dx) const;
+  void input_grad(const StageRun&, const Tensor& x, const Tensor& dx, const Linear* producer) const;  // as in Norm
   void weight_grad(const StageRun&, int count, MicrobatchIndex first, bool first_write) const;
 
   [[nodiscard]] const Linear& projection() const noexcept { return projection_; }

@@ -136,14 +136,15 @@ void TransformerStage::input_grad(Stream& stream, SlotIndex slot) const {
   Tensor d = r.at(output_grad_);
   if (head_) {
     d = r.at(d_layer_);
-    head_->input_grad(r, r.at(layers_.back().out), d);
+    head_->input_grad(r, r.at(layers_.back().out), d, &layers_.back().mlp.fc2());
     head_->norm().record_vector_grads(r);
     if (probe_ != nullptr) head_->projection().record_output_grad(r);
   }
   for (std::size_t i = layers_.size(); i-- > 0;) {
     const Layer& l = layers_[i];
     const Tensor middle = r.at(d_middle_);
-    l.mlp.input_grad(r, r.at(l.middle), d, middle);
+    if (!head_ || i + 1 < layers_.size()) l.mlp.fc2().quantize_output_grad(r, d);
+    l.mlp.input_grad(r, r.at(l.middle), d, middle, &l.attention.proj());
     d = i == 0 && !embedding_ ? r.at(input_grad_) : r.at(d_layer_);
     l.attention.input_grad(r, layer_input(r, i), middle, d);
     record_input_grad(r, l, d);

@@ -242,6 +242,7 @@ void attention_forward(const AttentionArgs& args) {
       for (int i = 0; i < group; ++i) forward_head(args, s, w, sequence, kv * group + i);
     }
   }
+  if (!args.quantized.empty()) quantize({args.out, args.quantized, args.quantizer, {}});
 }
 
 void attention_backward(const AttentionBackwardArgs& args) {

@@ -1,4 +1,4 @@
-// LayerNorm of the CPU backend: forward with the fused quantize tail, backward with the residual added.
+// LayerNorm of the CPU backend: forward with the fused quantize tail, backward with the residual added, then quantized.
 // Row sums use the lanes of math.h; column sums (gamma, beta) add rows ascending and reach the gradient in one
 // addition.
 #include "core/error.h"
@@ -87,6 +87,9 @@ void layernorm_backward_residual(const LayerNormBackwardArgs& args) {
   const BackwardRows rows{base, base + h, base + 2 * h, base + 3 * h, base + 4 * h};
   std::fill(rows.sum_gamma, rows.sum_gamma + 2 * h, 0.0f);
   backward_rows(args, rows);
+  if (!args.quantized.empty() || !args.grad_bias.empty()) {
+    quantize({args.grad_x, args.quantized, args.quantizer, args.grad_bias});
+  }
 }
 
 }  // namespace qe::cpu

@@ -7,6 +7,9 @@
 //
 // exp is 2^x with log2(e) in the factor of the scores: relative error 2^-22, plus that of the FP32 scores.
 // Probabilities are rounded to BF16 for the product alone; the sum that divides it, and lse, keep FP32.
+//
+// The FP8 operand of the product behind attention is made from the rows as they are stored, while they are still in
+// shared memory. Sixteen rows at a time: sequences that are not whole sixteens are left to the quantize kernel.
 #include <cuda_runtime.h>
 
 #include <limits>
@@ -14,6 +17,7 @@
 #include "kernels/cuda/attention_tile.cuh"
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/kernels.h"
+#include "kernels/cuda/operand_tile.cuh"
 
 namespace qe::cuda {
 namespace {
@@ -23,6 +27,7 @@ struct ForwardArguments {
   HeadRows<const Bf16> q, k, v;
   HeadRows<Bf16> out;
   HeadRows<float> lse;
+  OperandTarget quantized;  // scale null: none
 };
 
 // Softmax of a warp's rows so far. Sums are this lane's columns only until finish().
@@ -122,6 +127,55 @@ __device__ void store_lse(const float (&max)[kRowTiles][2], const float (&sum)[k
   }
 }
 
+constexpr int kCodeRows = 16;  // of a piece of the transpose
+
+// One head of one sequence of the operand.
+template <int kHeadDim>
+__device__ OperandTarget slice(OperandTarget operand, std::int64_t token, int head, int length) {
+  if (operand.rowwise != nullptr) {
+    operand.rowwise = static_cast<std::uint8_t*>(operand.rowwise) + token * operand.row_pitch + head * kHeadDim;
+  }
+  if (operand.columnwise != nullptr) operand.columnwise += head * kHeadDim * operand.column_pitch + token;
+  operand.rows = length;
+  operand.cols = kHeadDim;
+  return operand;
+}
+
+// The FP8 codes of a block's rows, first_query and on, from the tile through which each warp has stored its own.
+// `transposed` is shared memory that no warp reads any more. A block does this once: loops stay rolled, since more code
+// would only have to be fetched.
+template <int kHeadDim, int kRowTiles>
+__device__ void quantize_rows(const OperandTarget& to, float scale, const unsigned char* tile, int first_query,
+                              TransposeTile<kHeadDim, kRowTiles * kTileRows>& transposed) {
+  __shared__ std::uint32_t warp_amaxes[kWarps];
+  const int group = lane_id() % 8, quad = lane_id() / 8;
+  float amax = 0.0f;
+#pragma unroll 1
+  for (int m = 0; m < kRowTiles; ++m) {
+    const int own_rows = (warp_id() * kRowTiles + m) * kCodeRows, row = own_rows + quad * kPatchRows;
+    if (first_query + own_rows >= to.rows) break;  // rows behind the end are not zeros and may not reach amax
+#pragma unroll 1
+    for (int col = group * kLaneElements; col < kHeadDim; col += 8 * kLaneElements) {
+      Patch v;
+#pragma unroll
+      for (int i = 0; i < kPatchRows; ++i) {
+        const unsigned char* chunk = tile + chunk_address<kHeadDim>(0, row + i, col / kLaneElements);
+        to_floats(Eight<Bf16>{*reinterpret_cast<const uint4*>(chunk)}, v[i]);
+      }
+      amax = amax_of(v, amax);
+      std::uint32_t columns[kLaneElements];
+      write_codes<true>(to, first_query + row, col, v, scale, columns);
+      if (to.columnwise != nullptr) transposed.put(col, row / kPatchRows, columns);
+    }
+  }
+  const std::uint32_t own_amax = warp_amax(amax);
+  if (lane_id() == 0) warp_amaxes[warp_id()] = own_amax;
+  __syncthreads();
+  const int thread = static_cast<int>(threadIdx.x);
+  if (to.columnwise != nullptr) transposed.template write<true>(to, first_query, 0, thread, kThreads);
+  if (to.amax != nullptr && thread == 0) raise_amax(to.amax, warp_amaxes, kWarps);
+}
+
 template <int kHeadDim, int kRowTiles>
 inline constexpr int kForwardBytes = (kTileRows * kRowTiles + 4 * kTileRows) * kRowBytes<kHeadDim>;
 
@@ -139,6 +193,7 @@ __device__ auto query_fragments(std::uint32_t address) {
 template <int kHeadDim, int kRowTiles>
 __global__ void __launch_bounds__(kThreads, 2) attend(const __grid_constant__ ForwardArguments args) {
   extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ float quantize_scale;
   constexpr int kQueries = kTileRows * kRowTiles, kTileBytes = kTileRows * kRowBytes<kHeadDim>;
   const AttentionShape& shape = args.shape;
   const int head = static_cast<int>(blockIdx.x) % shape.num_heads;
@@ -159,6 +214,8 @@ __global__ void __launch_bounds__(kThreads, 2) attend(const __grid_constant__ Fo
   };
   load_tile<kHeadDim, kQueries>(queries, q, first_query, shape.length);
   load_stage(0);
+  // Read while the copies run, and kept out of the registers, which the loop needs.
+  if (args.quantized.scale != nullptr && threadIdx.x == 0) quantize_scale = *args.quantized.scale;
   wait_for_copies();
   __syncthreads();
 
@@ -188,6 +245,13 @@ __global__ void __launch_bounds__(kThreads, 2) attend(const __grid_constant__ Fo
             shape.length);
   store_rows<kHeadDim>(softmax.out, inverse, shared, own_rows, slice<kHeadDim>(args.out, token, head), first_query,
                        shape.length);
+  if (args.quantized.scale == nullptr) return;
+  // Behind the loop's last barrier nobody reads keys and values.
+  using Transposed = TransposeTile<kHeadDim, kQueries>;
+  static_assert(sizeof(Transposed) <= 4 * kTileBytes);
+  quantize_rows<kHeadDim, kRowTiles>(slice<kHeadDim>(args.quantized, token, head, shape.length), quantize_scale, shared,
+                                     first_query, *reinterpret_cast<Transposed*>(shared + kRowTiles * kTileBytes));
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) write_scale_inv(args.quantized, quantize_scale);
 }
 
 template <int kHeadDim, int kRowTiles>
@@ -214,13 +278,22 @@ void launch_for(const Launch& launch, const ForwardArguments& args) {
 
 void attention_forward(const Launch& launch, const AttentionArgs& a) {
   check_attention(a);
-  const ForwardArguments args{AttentionShape(a),          head_rows<const Bf16>(a.q), head_rows<const Bf16>(a.k),
-                              head_rows<const Bf16>(a.v), head_rows<Bf16>(a.out),     head_rows<float>(a.lse)};
+  const DType type = a.quantized.rowwise.empty() ? a.quantized.columnwise.dtype : a.quantized.rowwise.dtype;
+  const bool fused =
+      !a.quantized.empty() && is_fp8(type) && a.sequence_length % kCodeRows == 0 && allows_vectors(a.quantized);
+  const ForwardArguments args{AttentionShape(a),
+                              head_rows<const Bf16>(a.q),
+                              head_rows<const Bf16>(a.k),
+                              head_rows<const Bf16>(a.v),
+                              head_rows<Bf16>(a.out),
+                              head_rows<float>(a.lse),
+                              fused ? target_of(a.quantized, a.quantizer, a.out.shape) : OperandTarget{}};
   if (a.head_dim == 64) {
     launch_for<64>(launch, args);
   } else {
     launch_for<128>(launch, args);
   }
+  if (!a.quantized.empty() && !fused) quantize(launch, {a.out, a.quantized, a.quantizer, {}});
 }
 
 }  // namespace qe::cuda

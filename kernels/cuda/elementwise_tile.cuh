@@ -7,8 +7,10 @@
 
 #include <cooperative_groups.h>
 
+#include <algorithm>
 #include <bit>
 
+#include "kernels/cuda/cluster_mail.cuh"
 #include "kernels/cuda/column_sums.cuh"
 #include "kernels/cuda/operand_tile.cuh"
 
@@ -42,6 +44,7 @@ inline constexpr int kMaxRowTiles = 8;  // of a cluster
 struct TileSums {
   float of_warps[kTileWarps][kTile];
   float of_blocks[kMaxRowTiles][kTile];
+  Mailbox mailbox;
 
   __device__ void put(const Patch& v) {
     float sums[kLaneElements];
@@ -53,26 +56,25 @@ struct TileSums {
       of_warps[thread / kWarp][thread % kTileGroups * kLaneElements + k] = sums[k];
     }
   }
-  // After the block's patches are put and the cluster's first block runs; thread t < kTile has column t.
-  __device__ void leave(const ColumnTarget& to, int first_col, int cols) {
-    const auto cluster = cooperative_groups::this_cluster();
+  // After the block's patches are put and, with a gradient, await_blocks; thread t < kTile has column t.
+  __device__ void leave(const ColumnTarget& to, int rank, int first_col, int cols) {
     const int thread = static_cast<int>(threadIdx.x);
     if (thread >= kTile) return;
     float sum = 0.0f;
     for (int w = 0; w < kTileWarps; ++w) sum += of_warps[w][thread];
     if (to.gradient != nullptr) {
-      *cluster.map_shared_rank(&of_blocks[cluster.block_rank()][thread], 0) = sum;
+      send(0, &of_blocks[rank][thread], mailbox, sum);
     } else if (first_col + thread < cols) {
       to.partials[blockIdx.y * static_cast<std::int64_t>(cols) + first_col + thread] = sum;
     }
   }
-  // After every block of the cluster has left its sums.
-  __device__ void add(float* gradient, int first_col, int cols) const {
-    const auto cluster = cooperative_groups::this_cluster();
+  // By the cluster's first block.
+  __device__ void add(float* gradient, int blocks, int first_col, int cols) const {
+    mailbox.wait();
     const int thread = static_cast<int>(threadIdx.x);
-    if (cluster.block_rank() != 0 || thread >= kTile || first_col + thread >= cols) return;
+    if (thread >= kTile || first_col + thread >= cols) return;
     float sum = 0.0f;
-    for (unsigned b = 0; b < cluster.num_blocks(); ++b) sum += of_blocks[b][thread];
+    for (int b = 0; b < blocks; ++b) sum += of_blocks[b][thread];
     gradient[first_col + thread] += sum;
   }
 };
@@ -84,8 +86,12 @@ __global__ void __launch_bounds__(kPatchesOfTile)
   __shared__ TileSums sums;
   __shared__ std::uint32_t warp_amaxes[kTileWarps];
   const auto cluster = cooperative_groups::this_cluster();
+  const int blocks = static_cast<int>(cluster.num_blocks()), rank = static_cast<int>(cluster.block_rank());
   const bool clustered = columns.gradient != nullptr;
-  if (clustered) cluster.barrier_arrive();
+  if (clustered) {
+    if (threadIdx.x == 0) sums.mailbox.open();
+    announce_block();
+  }
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp;
   const int first_row = static_cast<int>(blockIdx.y) * kTile, first_col = static_cast<int>(blockIdx.x) * kTile;
   const int group = thread % kTileGroups, quad = thread / kTileGroups;
@@ -114,14 +120,14 @@ __global__ void __launch_bounds__(kPatchesOfTile)
   }
   if (columns.wanted()) sums.put(v);
   __syncthreads();
-  if (clustered) cluster.barrier_wait();
-  if (columns.wanted()) sums.leave(columns, first_col, out.cols);
-  if (clustered) cluster.barrier_arrive();
+  if (clustered) {
+    await_blocks();
+    if (thread == 0 && rank == 0) sums.mailbox.expect(blocks * kTile * static_cast<int>(sizeof(float)));
+  }
+  if (columns.wanted()) sums.leave(columns, rank, first_col, out.cols);
   if (out.columnwise != nullptr) transposed.template write<kVector>(out, first_row, first_col, thread, kPatchesOfTile);
   if (out.amax != nullptr && thread == 0) raise_amax(out.amax, warp_amaxes, kTileWarps);
-  if (!clustered) return;
-  cluster.barrier_wait();
-  sums.add(columns.gradient, first_col, out.cols);
+  if (clustered && rank == 0) sums.add(columns.gradient, blocks, first_col, out.cols);
 }
 
 // Writes the operand; gradient [1, cols] FP32 gains the column sums of the values, empty: none.
@@ -136,7 +142,7 @@ void write_elementwise(const Launch& launch, const Source& source, bool vectors,
   ColumnTarget columns{};
   if (!gradient.empty() && row_tiles <= kMaxRowTiles) {
     columns.gradient = gradient.as<float>();
-    shape.grid.y = std::bit_ceil(shape.grid.y);  // tiles beyond the rows are zeros
+    shape.grid.y = std::max(2u, std::bit_ceil(shape.grid.y));  // tiles beyond the rows are zeros
     shape.cluster = dim3(1, shape.grid.y);
   } else if (!gradient.empty()) {
     columns.partials = partials_in(launch, row_tiles, 1, out.cols);

@@ -1,5 +1,5 @@
-// LayerNorm: forward with the fused quantize tail, backward with the residual added. Host checks and launches; the
-// kernels are layernorm_kernels.cuh's.
+// LayerNorm: forward with the fused quantize tail, backward with the residual added and, for the product whose output
+// gradient the sum is, the same tail. Host checks and launches; the kernels are layernorm_kernels.cuh's.
 #include <algorithm>
 #include <bit>
 
@@ -18,35 +18,63 @@ void require_arguments(const Tensor& x, const Tensor& mean, const Tensor& rstd, 
   require_grid(x.shape);
 }
 
+// Up to this many rows blocks of 16 occupy the card better than blocks of 32 and are all there at once. A constant: how
+// the columns' sums are grouped follows from the shape alone.
+constexpr std::int64_t kFewRows = 512;
+
 // A row's segments are dealt to the blocks of a cluster, as few as the cluster's size allows to each.
 struct NormShape {
+  bool held;
   int segments;  // of a block
+  int row_blocks;
   LaunchShape launch;
 };
+template <class T>
 NormShape shape_of(const Launch& launch, const Shape& x) {
-  const int segments = tiles(x.cols, kSegment);
-  const unsigned cluster = std::min<unsigned>(kMaxCluster, std::bit_ceil(static_cast<unsigned>(segments)));
-  const dim3 grid(cluster, static_cast<unsigned>(tiles(x.rows, kRowsOfBlock)));
-  return {tiles(segments, static_cast<int>(cluster)), {grid, kNormThreads, cluster, launch.stream}};
+  using Held = NormDeal<T, true>;
+  using Looping = NormDeal<T, false>;
+  const int of_row = tiles(x.cols, kSegment);
+  const unsigned cluster = std::clamp<unsigned>(std::bit_ceil(static_cast<unsigned>(of_row)), 2, kMaxCluster);
+  const int segments = tiles(of_row, static_cast<int>(cluster));
+  const bool held = x.rows <= kFewRows && segments <= Held::kMaxGroups;
+  const int row_blocks = tiles(x.rows, held ? Held::kRows : Looping::kRows);
+  const int threads = held ? segments * Held::kGroup : Looping::kGroup;
+  return {
+      held, segments, row_blocks, {dim3(cluster, static_cast<unsigned>(row_blocks)), threads, cluster, launch.stream}};
 }
 
 template <class T>
 void forward(const Launch& launch, const LayerNormArgs& a) {
-  const NormShape shape = shape_of(launch, a.x.shape);
+  const NormShape shape = shape_of<T>(launch, a.x.shape);
   const NormForward<T> kernel{
       view_of<const T>(a.x), a.gamma.as<float>(), a.beta.as<float>(), a.epsilon,
       a.mean.as<float>(),    a.rstd.as<float>(),  shape.segments,     target_of(a.out, a.quantizer, a.x.shape)};
   const bool vectors =
       allows_vectors(a.x) && allows_vectors(a.gamma) && allows_vectors(a.beta) && allows_vectors(a.out);
-  launch_kernel(shape.launch, vectors ? &normalize_rows<T, true> : &normalize_rows<T, false>, kernel);
+  const auto held = vectors ? &normalize_rows<T, true, true> : &normalize_rows<T, false, true>;
+  const auto looping = vectors ? &normalize_rows<T, true, false> : &normalize_rows<T, false, false>;
+  launch_kernel(shape.launch, shape.held ? held : looping, kernel);
+}
+
+// The operand of dx that the kernel itself can write: FP8, of BF16 values, sixteen bytes at a time. Others are left to
+// the quantize kernel.
+template <class T>
+constexpr bool kWritesOperand = sizeof(T) == sizeof(Bf16);
+template <class T>
+bool writes_operand(const LayerNormBackwardArgs& a) {
+  const DType type = a.quantized.rowwise.empty() ? a.quantized.columnwise.dtype : a.quantized.rowwise.dtype;
+  return kWritesOperand<T> && is_fp8(type) && allows_vectors(a.quantized);
 }
 
 template <class T>
 void backward(const Launch& launch, const LayerNormBackwardArgs& a) {
-  const NormShape shape = shape_of(launch, a.x.shape);
+  const NormShape shape = shape_of<T>(launch, a.x.shape);
   const int rows = static_cast<int>(a.x.shape.rows), cols = static_cast<int>(a.x.shape.cols);
-  const int row_blocks = tiles(rows, kRowsOfBlock);
-  float* partials = partials_in(launch, row_blocks, 2, cols);
+  const bool vectors = allows_vectors(a.grad_out) && allows_vectors(a.x) && allows_vectors(a.residual) &&
+                       allows_vectors(a.grad_x) && allows_vectors(a.gamma);
+  const bool fused = vectors && writes_operand<T>(a) && partials_fit(launch, shape.row_blocks, 3, cols);
+  const int outputs = fused && !a.grad_bias.empty() ? 3 : 2;
+  float* partials = partials_in(launch, shape.row_blocks, outputs, cols);
   const NormBackward<T> kernel{view_of<const T>(a.grad_out),
                                view_of<const T>(a.x),
                                view_of<const T>(a.residual),
@@ -55,13 +83,25 @@ void backward(const Launch& launch, const LayerNormBackwardArgs& a) {
                                a.rstd.as<float>(),
                                a.gamma.as<float>(),
                                partials,
+                               outputs,
                                rows,
                                cols,
-                               shape.segments};
-  const bool vectors = allows_vectors(a.grad_out) && allows_vectors(a.x) && allows_vectors(a.residual) &&
-                       allows_vectors(a.grad_x) && allows_vectors(a.gamma);
-  launch_kernel(shape.launch, vectors ? &differentiate_rows<T, true> : &differentiate_rows<T, false>, kernel);
-  add_partials(launch, {partials, row_blocks, cols, {a.grad_gamma.as<float>(), a.grad_beta.as<float>()}});
+                               shape.segments,
+                               fused ? target_of(a.quantized, a.quantizer, a.x.shape) : OperandTarget{}};
+  auto held = vectors ? &differentiate_rows<T, true, true, false> : &differentiate_rows<T, false, true, false>;
+  auto looping = vectors ? &differentiate_rows<T, true, false, false> : &differentiate_rows<T, false, false, false>;
+  if constexpr (kWritesOperand<T>) {
+    if (fused) held = &differentiate_rows<T, true, true, true>, looping = &differentiate_rows<T, true, false, true>;
+  }
+  launch_kernel(shape.launch, shape.held ? held : looping, kernel);
+  add_partials(launch,
+               {partials,
+                shape.row_blocks,
+                cols,
+                {a.grad_gamma.as<float>(), a.grad_beta.as<float>(), outputs == 3 ? a.grad_bias.as<float>() : nullptr}});
+  if (!fused && (!a.quantized.empty() || !a.grad_bias.empty())) {
+    quantize(launch, {a.grad_x, a.quantized, a.quantizer, a.grad_bias});
+  }
 }
 
 }  // namespace
@@ -82,6 +122,8 @@ void layernorm_backward_residual(const Launch& launch, const LayerNormBackwardAr
   QE_EXPECTS(a.grad_gamma.dtype == DType::kF32 && a.grad_beta.dtype == DType::kF32 &&
                  a.grad_gamma.shape == a.gamma.shape && a.grad_beta.shape == a.gamma.shape,
              "gradients of gamma and beta are FP32, one value a column");
+  QE_EXPECTS(a.grad_bias.empty() || (a.grad_bias.dtype == DType::kF32 && a.grad_bias.shape == a.gamma.shape),
+             "the bias gradient is FP32, one value a column");
   a.x.dtype == DType::kBF16 ? backward<Bf16>(launch, a) : backward<float>(launch, a);
 }
 

@@ -107,10 +107,9 @@ __device__ __forceinline__ Eight<float> to_eight(float, const float (&v)[8]) {
   return {{v[0], v[1], v[2], v[3]}, {v[4], v[5], v[6], v[7]}};
 }
 
-// Rounded once into elements [col, col + 8) of a row of the matrix; those outside it are not touched.
+// Into elements [col, col + 8) of a row of the matrix; those outside it are not touched.
 template <bool kVector, class T>
-__device__ __forceinline__ void store_eight(T* row, int col, int cols, const float (&v)[8]) {
-  const Eight<T> e = to_eight(T{}, v);
+__device__ __forceinline__ void store_eight(T* row, int col, int cols, const Eight<T>& e) {
   if constexpr (kVector) {
     if (col >= cols) return;
     if constexpr (sizeof(T) == 2) {
@@ -126,6 +125,10 @@ __device__ __forceinline__ void store_eight(T* row, int col, int cols, const flo
       if (col + k < cols) row[col + k] = from[k];
     }
   }
+}
+template <bool kVector, class T>
+__device__ __forceinline__ void store_eight(T* row, int col, int cols, const float (&v)[8]) {
+  store_eight<kVector>(row, col, cols, to_eight(T{}, v));  // rounded once
 }
 
 // Can this matrix be read and written sixteen bytes at a time? An empty one hinders nothing.

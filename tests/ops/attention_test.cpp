@@ -349,6 +349,105 @@ TEST_CASE("attention gives the same bytes in every call") {
   });
 }
 
+TEST_CASE("attention writes the operand that quantize makes of its result, bit by bit") {
+  struct Quantized {
+    DType format;
+    int sequences, length, heads;
+    std::int64_t pad;
+  };
+  on_every_backend([](DeviceArrays& d) {
+    // Whole and cut tiles, sequences that are not whole sixteens, pitches that are not, enough blocks for large ones.
+    for (const Quantized& q : {Quantized{DType::kE4M3, 2, 48, 2, 0}, Quantized{DType::kE4M3, 2, 48, 2, 16},
+                               Quantized{DType::kE5M2, 2, 48, 2, 8}, Quantized{DType::kE4M3, 1, 256, 2, 0},
+                               Quantized{DType::kE4M3, 3, 37, 2, 0}, Quantized{DType::kE4M3, 2, 40, 2, 0},
+                               Quantized{DType::kE5M2, 34, 144, 4, 0}}) {
+      for (const int dim : {64, 128}) {
+        const Case c{DType::kBF16, q.sequences, q.length, q.heads, q.heads, dim};
+        INFO(name_of(q.format) << " " << c.sequences << "x" << c.length << " heads " << c.heads << " dim " << dim
+                               << " padded by " << q.pad);
+        const Setup setup(d, c, Inputs(c));
+        AttentionArgs args = setup.args.forward;
+        const std::int64_t width = args.out.shape.cols;
+        for (const float amax : {0.0f, 100.0f}) {
+          const OperandUnderTest got(d, q.format, c.tokens(), width, 600.0f, amax, q.pad);
+          const OperandUnderTest want(d, q.format, c.tokens(), width, 600.0f, amax, q.pad);
+          args.quantized = got.operand;
+          args.quantizer = got.quantizer;
+          d.set(args.out, filled(c.tokens() * width, kNaN));
+          d.ops().attention_forward(d.stream(), args);
+          d.ops().quantize(d.stream(), {args.out, want.operand, want.quantizer, {}});
+          REQUIRE(d.codes(got.operand.rowwise) == d.codes(want.operand.rowwise));
+          REQUIRE(d.codes(got.operand.columnwise) == d.codes(want.operand.columnwise));
+          REQUIRE(d.get(got.operand.scale_inv) == d.get(want.operand.scale_inv));
+          REQUIRE(d.read(got.amax, 1) == d.read(want.amax, 1));
+          if (q.pad != 0) REQUIRE(d.padding_intact(got.operand.rowwise));
+          if (q.pad != 0) REQUIRE(d.padding_intact(got.operand.columnwise));
+        }
+        const std::vector<float> out = d.get(args.out);
+        d.ops().attention_forward(d.stream(), setup.args.forward);
+        REQUIRE(d.get(args.out) == out);
+      }
+    }
+  });
+}
+// Every row attends to the first key alone, whose value is zero; a row without a query would average the others.
+TEST_CASE("rows that a tile has behind a sequence's end do not reach the amax") {
+  on_every_backend([](DeviceArrays& d) {
+    for (const int dim : {64, 128}) {
+      const Case c{DType::kBF16, 2, 48, 1, 1, dim};
+      Inputs in(c);
+      std::fill(in.q.begin(), in.q.end(), 1.0f);
+      std::fill(in.k.begin(), in.k.end(), 0.0f);
+      std::fill(in.v.begin(), in.v.end(), 1.0f);
+      for (int sequence = 0; sequence < c.sequences; ++sequence) {
+        const auto first = static_cast<std::ptrdiff_t>(c.k_at(sequence * c.length, 0));
+        std::fill_n(in.k.begin() + first, dim, 8.0f);
+        std::fill_n(in.v.begin() + first, dim, 0.0f);
+      }
+      const Setup setup(d, c, in);
+      const OperandUnderTest out(d, DType::kE4M3, c.tokens(), dim, 1.0f, 0.0f);
+      AttentionArgs args = setup.args.forward;
+      args.quantized = out.operand;
+      args.quantizer = out.quantizer;
+      d.ops().attention_forward(d.stream(), args);
+      REQUIRE(d.read(out.amax, 1)[0] < 1e-6f);
+    }
+  });
+}
+TEST_CASE("each layout of attention's operand can be had alone, and without an amax") {
+  on_every_backend([](DeviceArrays& d) {
+    const Case c{DType::kBF16, 2, 80, 2, 2, 64};
+    const Setup setup(d, c, Inputs(c));
+    AttentionArgs args = setup.args.forward;
+    const OperandUnderTest both(d, DType::kE4M3, c.tokens(), args.out.shape.cols, 600.0f, 0.0f);
+    const OperandUnderTest apart(d, DType::kE4M3, c.tokens(), args.out.shape.cols, 600.0f, 0.0f);
+    const auto run = [&](const Operand& quantized, const Quantizer& quantizer) {
+      args.quantized = quantized;
+      args.quantizer = quantizer;
+      d.ops().attention_forward(d.stream(), args);
+    };
+    run(both.operand, both.quantizer);
+    run({apart.operand.rowwise, {}, {}}, {apart.quantizer.scale, nullptr});
+    run({{}, apart.operand.columnwise, {}}, {apart.quantizer.scale, nullptr});
+    REQUIRE(d.codes(apart.operand.rowwise) == d.codes(both.operand.rowwise));
+    REQUIRE(d.codes(apart.operand.columnwise) == d.codes(both.operand.columnwise));
+    REQUIRE(std::isnan(d.get(apart.operand.scale_inv)[0]));
+    REQUIRE(d.read(apart.amax, 1)[0] == 0.0f);
+    REQUIRE(d.read(both.amax, 1)[0] > 0.0f);
+  });
+}
+TEST_CASE("attention copies its result into an operand that is not FP8") {
+  on_every_backend([](DeviceArrays& d) {
+    const Case c{DType::kBF16, 2, 48, 2, 2, 64};
+    const Setup setup(d, c, Inputs(c));
+    AttentionArgs args = setup.args.forward;
+    const OperandUnderTest copy(d, DType::kBF16, c.tokens(), args.out.shape.cols, 1.0f, 0.0f);
+    args.quantized = copy.operand;
+    d.ops().attention_forward(d.stream(), args);
+    REQUIRE(d.get(copy.operand.rowwise) == d.get(args.out));
+  });
+}
+
 // Backends may cut a large call into other pieces than a small one.
 TEST_CASE("a sequence has the same bytes alone and among many") {
   on_every_backend([](DeviceArrays& d) {
