@@ -38,9 +38,10 @@ Schedule make_schedule(ScheduleKind, const PipelineShape&, Backward);
 // other.
 Schedule with_backward(Schedule, Backward);
 
-// Makes one W of every `group` consecutive microbatches {0..G-1}, {G..2G-1}, …, so that what a W sums does not depend on
-// the schedule (design.md 4). It stands in the place of its last member's W; a stage's last one behind every I whose
-// gradient another rank waits for. On a compute list whose Ws are single. Throws ScheduleError unless `group` divides M.
+// Makes one W of every `group` consecutive microbatches {0..G-1}, {G..2G-1}, …, so that what a W sums does not depend
+// on the schedule (design.md 4). It stands in the place of its last member's W; a stage's last one behind every I whose
+// gradient another rank waits for. On a compute list whose Ws are single. Throws ScheduleError unless `group` divides
+// M.
 Schedule group_weight_grads(Schedule compute, int group);
 
 // Adds SEND/RECV and REDUCE_GRAD so that order cannot deadlock (semantics.md 3.1). Throws ScheduleError when no rank
