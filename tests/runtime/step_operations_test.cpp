@@ -1,6 +1,7 @@
 // What a step asks of the device from the host, and in what order: each operation before the first F, and each that the
 // host waits for between the last W and the norm, is time in which a card stands still.
 #include <algorithm>
+#include <iterator>
 #include <map>
 
 #include "kernels/cpu/cpu_ops.h"
@@ -77,25 +78,29 @@ class WatchedDevice final : public Device {
   std::map<const Stream*, std::string> names_;
 };
 
-// The calls of the second step, in which nothing is made for the first time, of a rank that has all stages.
-std::vector<std::string> calls_of_step(Overrides overrides) {
-  overrides.insert(
-      overrides.end(),
-      {"execution.mode=graph", "pipeline.schedule=interleaved_1f1b", "pipeline.pipeline_model_parallel_size=1",
-       "pipeline.virtual_pipeline_model_parallel_size=2", "training.global_batch_size=4"});
+// The first rank's calls in the second step, in which nothing is made for the first time. Two stages a rank.
+std::vector<std::string> calls_of_step(int ranks, Overrides overrides) {
+  overrides.insert(overrides.end(),
+                   {"execution.mode=graph", "pipeline.schedule=interleaved_1f1b",
+                    "pipeline.pipeline_model_parallel_size=" + std::to_string(ranks),
+                    "pipeline.virtual_pipeline_model_parallel_size=2", "training.global_batch_size=4"});
   const Config config = test_config(overrides);
-  CpuDevice device;
-  WatchedDevice watched(device);
-  CpuOps ops(device);
-  ThreadWorld world(1, 1);
-  const std::unique_ptr<Transport> transport = world.connect(0, device);
-  PipelineRank rank(watched, ops, *transport, make_rank_config(config), make_rank_plan(config), nullptr);
-  for (const std::uint32_t step : {1u, 2u}) {
-    watched.calls.clear();
-    const Batch batch = synthetic_batch(config, step);
-    rank.train_step(batch.tokens, batch.targets, 1e-3, step);
-  }
-  return watched.calls;
+  ThreadWorld world(ranks, 1);
+  std::vector<std::string> calls;
+  run_ranks(world, [&](int r) {
+    CpuDevice device;
+    WatchedDevice watched(device);
+    CpuOps ops(device);
+    const std::unique_ptr<Transport> transport = world.connect(r, device);
+    PipelineRank rank(watched, ops, *transport, make_rank_config(config), make_rank_plan(config), nullptr);
+    for (const std::uint32_t step : {1u, 2u}) {
+      watched.calls.clear();
+      const Batch batch = synthetic_batch(config, step);
+      rank.train_step(batch.tokens, batch.targets, 1e-3, step);
+    }
+    if (r == 0) calls = watched.calls;
+  });
+  return calls;
 }
 
 std::ptrdiff_t count(const std::vector<std::string>& calls, const std::string& what) {
@@ -108,24 +113,33 @@ std::ptrdiff_t first(const std::vector<std::string>& calls, const std::string& w
 }  // namespace
 
 TEST_CASE("a step begins with one upload, one memset and one copy a stage") {
-  const std::vector<std::string> calls = calls_of_step({"gradients.placement=arena"});
+  const std::vector<std::string> calls = calls_of_step(1, {"gradients.placement=arena"});
   const std::vector<std::string> start(calls.begin(), calls.begin() + first(calls, "launch graph"));
   CHECK(start == std::vector<std::string>{"upload caller", "zero caller", "copy caller", "copy caller"});
 }
 
 TEST_CASE("an F needs an upload only where microbatches share slots") {
   // The batch, then the update's scalars.
-  CHECK(count(calls_of_step({"gradients.placement=arena"}), "upload") == 2);
-  CHECK(count(calls_of_step({"gradients.placement=accumulate", "pipeline.tape_slots=peak"}), "upload") == 2 + 2 * 4);
+  CHECK(count(calls_of_step(1, {"gradients.placement=arena"}), "upload") == 2);
+  CHECK(count(calls_of_step(1, {"gradients.placement=accumulate", "pipeline.tape_slots=peak"}), "upload") == 2 + 2 * 4);
 }
 
 TEST_CASE("the host waits twice a step, and the norm is enqueued before the first time") {
-  const std::vector<std::string> calls = calls_of_step({"gradients.placement=arena"});
+  const std::vector<std::string> calls = calls_of_step(1, {"gradients.placement=arena"});
   CHECK(count(calls, "synchronize") == 2);
   CHECK(count(calls, "download") == 3);  // counters; the update's scalars and the losses
   const std::vector<std::string> rest(calls.begin() + first(calls, "download graph"), calls.end());
   CHECK(rest == std::vector<std::string>{"download graph", "upload caller", "synchronize graph", "download caller",
                                          "download caller", "synchronize caller"});
+}
+
+TEST_CASE("a step is finalized when the host has waited for its messages, those that it sent too") {
+  const std::vector<std::string> calls = calls_of_step(2, {"gradients.placement=arena"});
+  std::vector<std::string> waits;
+  std::copy_if(calls.begin(), calls.end(), std::back_inserter(waits),
+               [](const std::string& c) { return c.starts_with("synchronize"); });
+  CHECK(waits == std::vector<std::string>{"synchronize graph", "synchronize to rank 1", "synchronize from rank 1",
+                                          "synchronize caller"});
 }
 
 }  // namespace qe::testing
