@@ -378,37 +378,44 @@ TEST_CASE("each part of what layernorm backward makes of dx can be had alone") {
   });
 }
 
+namespace {
+
+// Forward, then backward of its result without a residual, into matrices of x's pitch. Returns the backward's
+// arguments.
+LayerNormBackwardArgs run_both(DeviceArrays& d, const Tensor& x, const Tensor& dy, const Tensor& gamma,
+                               const OperandUnderTest& out) {
+  const std::int64_t rows = x.shape.rows, cols = x.shape.cols;
+  const LayerNormArgs f{x,           gamma,         d.matrix(DType::kF32, 1, cols), static_cast<float>(kEpsilon),
+                        out.operand, out.quantizer, d.matrix(DType::kF32, 1, rows), d.matrix(DType::kF32, 1, rows)};
+  d.ops().layernorm_quantize(d.stream(), f);
+  const LayerNormBackwardArgs b{dy,
+                                x,
+                                f.mean,
+                                f.rstd,
+                                gamma,
+                                {},
+                                d.matrix(x.dtype, rows, cols, filled(rows * cols, kNaN), x.row_pitch),
+                                d.matrix(DType::kF32, 1, cols),
+                                d.matrix(DType::kF32, 1, cols)};
+  d.ops().layernorm_backward_residual(d.stream(), b);
+  return b;
+}
+
+}  // namespace
+
 TEST_CASE("layernorm gives the same bytes in every call") {
   on_every_backend([](DeviceArrays& d) {
     const std::int64_t rows = 80, cols = 4096;
     const Tensor x = d.matrix(DType::kBF16, rows, cols, uniform(rows * cols, 1));
     const Tensor dy = d.matrix(DType::kBF16, rows, cols, uniform(rows * cols, 2));
-    const Tensor gamma = d.matrix(DType::kF32, 1, cols, uniform(cols, 3)), beta = d.matrix(DType::kF32, 1, cols);
+    const Tensor gamma = d.matrix(DType::kF32, 1, cols, uniform(cols, 3));
     std::vector<std::vector<std::uint8_t>> codes;
     std::vector<std::vector<float>> mean, dx, grad_gamma;
     for (int call = 0; call < 2; ++call) {
-      OperandUnderTest out(d, DType::kE4M3, rows, cols, 8.0f, 0.0f);
-      LayerNormArgs f{x,
-                      gamma,
-                      beta,
-                      static_cast<float>(kEpsilon),
-                      out.operand,
-                      out.quantizer,
-                      d.matrix(DType::kF32, 1, rows),
-                      d.matrix(DType::kF32, 1, rows)};
-      d.ops().layernorm_quantize(d.stream(), f);
-      LayerNormBackwardArgs b{dy,
-                              x,
-                              f.mean,
-                              f.rstd,
-                              gamma,
-                              {},
-                              d.matrix(DType::kBF16, rows, cols),
-                              d.matrix(DType::kF32, 1, cols),
-                              d.matrix(DType::kF32, 1, cols)};
-      d.ops().layernorm_backward_residual(d.stream(), b);
+      const OperandUnderTest out(d, DType::kE4M3, rows, cols, 8.0f, 0.0f);
+      const LayerNormBackwardArgs b = run_both(d, x, dy, gamma, out);
       codes.push_back(d.codes(out.operand.columnwise));
-      mean.push_back(d.get(f.mean));
+      mean.push_back(d.get(b.mean));
       dx.push_back(d.get(b.grad_x));
       grad_gamma.push_back(d.get(b.grad_gamma));
     }
@@ -422,7 +429,8 @@ TEST_CASE("layernorm gives the same bytes in every call") {
 TEST_CASE("layernorm gives a row the same bytes beside any other rows, at any pitch") {
   on_every_backend([](DeviceArrays& d) {
     for (const std::int64_t cols : {104, 2056}) {
-      const std::vector<float> x = uniform(528 * cols, 1), dy = uniform(528 * cols, 2), gamma = uniform(cols, 3);
+      const std::vector<float> x = uniform(528 * cols, 1), dy = uniform(528 * cols, 2);
+      const Tensor gamma = d.matrix(DType::kF32, 1, cols, uniform(cols, 3));
       const auto head = [&](const std::vector<float>& v, std::int64_t rows) {
         return std::vector<float>(v.begin(), v.begin() + rows * cols);
       };
@@ -431,36 +439,19 @@ TEST_CASE("layernorm gives a row the same bytes beside any other rows, at any pi
       for (const Shape& of : {Shape{528, 0}, Shape{517, 3}, Shape{48, 0}, Shape{37, 3}}) {  // rows, padding
         const std::int64_t rows = of.rows, pitch = of.cols == 0 ? 0 : cols + of.cols;
         INFO(rows << "x" << cols << " pitch " << pitch);
-        OperandUnderTest out(d, DType::kE4M3, rows, cols, 8.0f, 0.0f);
-        const LayerNormArgs f{d.matrix(DType::kBF16, rows, cols, head(x, rows), pitch),
-                              d.matrix(DType::kF32, 1, cols, gamma),
-                              d.matrix(DType::kF32, 1, cols),
-                              static_cast<float>(kEpsilon),
-                              out.operand,
-                              out.quantizer,
-                              d.matrix(DType::kF32, 1, rows),
-                              d.matrix(DType::kF32, 1, rows)};
-        d.ops().layernorm_quantize(d.stream(), f);
-        const LayerNormBackwardArgs b{d.matrix(DType::kBF16, rows, cols, head(dy, rows), pitch),
-                                      f.x,
-                                      f.mean,
-                                      f.rstd,
-                                      f.gamma,
-                                      {},
-                                      d.matrix(DType::kBF16, rows, cols, filled(rows * cols, kNaN), pitch),
-                                      d.matrix(DType::kF32, 1, cols),
-                                      d.matrix(DType::kF32, 1, cols)};
-        d.ops().layernorm_backward_residual(d.stream(), b);
+        const OperandUnderTest out(d, DType::kE4M3, rows, cols, 8.0f, 0.0f);
+        const LayerNormBackwardArgs b = run_both(d, d.matrix(DType::kBF16, rows, cols, head(x, rows), pitch),
+                                                 d.matrix(DType::kBF16, rows, cols, head(dy, rows), pitch), gamma, out);
         if (mean.empty()) {
           codes = d.codes(out.operand.rowwise);
-          mean = d.get(f.mean);
-          rstd = d.get(f.rstd);
+          mean = d.get(b.mean);
+          rstd = d.get(b.rstd);
           dx = d.get(b.grad_x);
           continue;
         }
         CHECK(std::ranges::equal(d.codes(out.operand.rowwise), std::span(codes).first(rows * cols)));
-        CHECK(std::ranges::equal(d.get(f.mean), std::span(mean).first(rows)));
-        CHECK(std::ranges::equal(d.get(f.rstd), std::span(rstd).first(rows)));
+        CHECK(std::ranges::equal(d.get(b.mean), std::span(mean).first(rows)));
+        CHECK(std::ranges::equal(d.get(b.rstd), std::span(rstd).first(rows)));
         CHECK(d.get(b.grad_x) == head(dx, rows));
       }
     }
